@@ -286,14 +286,16 @@ def moved_in(state: xffl.DistributedState, folder: Path, *, save: str = "", load
     aggregator = xffl.Aggregator(model, state)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
     parts = {"model": model, "optimizer": optimizer}
-    train(model, [optimizer], range(2), state.rank, state.topology.cell_of(state.rank))
+    topology, rank = place_of(state)
+    cell = topology.cell_of(rank)
+    train(model, [optimizer], range(2), rank, cell)
     if load:
         load_checkpoint(folder / load, parts, state)
     else:
         aggregator.aggregate()
         save_checkpoint(folder / save, parts, state, after_round=True)
     before = bits(model)
-    train(model, [optimizer], range(2, 4), state.rank, state.topology.cell_of(state.rank))
+    train(model, [optimizer], range(2, 4), rank, cell)
     return {"bits before": before, "reports": [told_of(aggregator.aggregate())], "bits": [bits(model)]}
 
 

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +20,14 @@ import torch
 from torch import nn
 
 import xffl
-from tests.golden.cases import KINDS
+from tests.golden.cases import KINDS, bits
 from tests.golden.table import CASES
 from tests.ports import free_port
 from tests.worlds import be_launched, run_world
+from xffl.checkpoint import AsyncSaver, CheckpointManager, load_checkpoint, save_checkpoint
+from xffl.checkpoint.format import read_record
 from xffl.cli.execute import build_parser, run, split_command
+from xffl.training.preemption import PreemptedExit, Preemption
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "-m", "xffl", "exec"]
@@ -30,6 +39,8 @@ EQUAL = (
     *("rounds secure, privacy, 1+1+1+1", "rounds reject, int8, 2+2", "rounds drop_cell, fedadam, 1+2+3"),
     *("loop uneven, 4+2 by 2", "loop per_cell, 2+2", "loop divergence, 1+2+3", "loop delay, uneven, int8, 3+1"),
     *("loop streaming_diloco, 2+2 by 1", "loop scaffold, fedavgm, 2+2", "loop secure_sum, 1+1+1+1"),
+    *("save scaffold, 2+2 by 1", "load scaffold, 2+2 by 1", "save int8, fedadam, 3+1", "load int8, fedadam, 3+1"),
+    *("save after a round", "load after a round, 1+1+1+1"),
 )
 """Rows of the goldens, of each option at least one"""
 
@@ -75,24 +86,157 @@ def be_rank(rank: int, world_size: int, port: int, names: list[str], folder: str
         for isolate in (False, True):
             with xffl.session(federated=case.sizes, hsdp=case.hsdp, isolate=isolate, timeout_s=120) as state:
                 assert (state.isolated is not None) == isolate
-                told[name].append(KINDS[case.kind](state, Path(folder), **case.options))
+                try:
+                    told[name].append(KINDS[case.kind](state, Path(folder), **case.options))
+                except xffl.ConfigError as refused:
+                    told[name].append(f"refused: {refused}")
     return told
 
 
-def compare(names: tuple[str, ...], folder: Path) -> dict[str, bool]:
-    """Return whether all ranks have told the same of each row in one world and with isolated cells."""
-    equal: dict[str, bool] = {}
+def compare(names: tuple[str, ...], folder: Path) -> dict[str, str]:
+    """Return whether all ranks have told the same of each row in one world and with isolated cells, or a refusal."""
+    equal: dict[str, str] = {}
     for size in sorted({sum(CASES[name].sizes) for name in names}):
         alike = [name for name in names if sum(CASES[name].sizes) == size]
         told = run_world(size, be_rank, free_port(), alike, str(folder), init=False, timeout_s=600)
         for name in alike:
-            equal[name] = all(json.dumps(rank[name][0]) == json.dumps(rank[name][1]) for rank in told)
+            isolated = told[0][name][1]
+            is_equal = all(json.dumps(rank[name][0]) == json.dumps(rank[name][1]) for rank in told)
+            equal[name] = isolated if isinstance(isolated, str) else "equal" if is_equal else "DIFFERENT"
     return equal
 
 
 def test_isolated_cells_have_the_bits_of_one_world(tmp_path: Path) -> None:
     equal = compare(EQUAL, tmp_path)
-    assert [name for name in EQUAL if not equal[name]] == []
+    assert equal == dict.fromkeys(EQUAL, "equal")
+
+
+class Own:
+    """What each rank keeps for itself."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+def keep(rank: int, world_size: int, port: int, folder: str) -> list[Any]:
+    """Save as one world and with isolated cells, by each way, and load what the other one has saved."""
+    be_launched(rank, world_size, port)
+    told: list[Any] = []
+    for saved in ("world", "isolated"):
+        with xffl.session(federated=(2, 1), isolate=saved == "isolated", timeout_s=120) as state:
+            torch.manual_seed(0)
+            model = xffl.shard(nn.Linear(4, 2), state)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(state.cell)
+            save_checkpoint(Path(folder, saved), {"model": model}, state, values={"step": 3}, own={"mine": Own(rank)})
+            manager = CheckpointManager(Path(folder, f"{saved} run"), keep_last=1, state=state)
+            with AsyncSaver(state) as saver:
+                for step in (1, 2):
+                    manager.save(saver, step, parts={"model": model})
+            told.append(bits(model))
+    for loaded in ("isolated", "world"):
+        with xffl.session(federated=(2, 1), isolate=loaded == "world", timeout_s=120) as state:
+            model = xffl.shard(nn.Linear(4, 2), state)
+            mine = Own(-1)
+            values = load_checkpoint(Path(folder, loaded), {"model": model}, state, own={"mine": mine})
+            told.append(bits(model))
+            assert (values, mine.value) == ({"step": 3}, rank)
+            with pytest.raises(xffl.ConfigError, match="values are the same on all ranks"):
+                save_checkpoint(Path(folder, "unlike"), {"model": model}, state, values={"step": state.cell})
+    return told
+
+
+def test_isolated_cells_save_the_checkpoint_of_one_world(tmp_path: Path) -> None:
+    for rank in run_world(3, keep, free_port(), str(tmp_path), init=False, timeout_s=240):
+        assert len(set(rank)) == 1
+    records = [read_record(tmp_path / name) for name in ("world", "isolated")]
+    world, isolated = (replace(record, saved_at="", save_number=0) for record in records)
+    assert world == isolated, "all that is told of the files, with their checksums"
+    for name in ("world run", "isolated run"):
+        folder = tmp_path / name / "checkpoints"
+        assert sorted(entry.name for entry in folder.iterdir()) == ["latest", "step_2"]
+    assert not (tmp_path / "unlike").exists()
+
+
+def be_unlike(rank: int, world_size: int, port: int) -> list[str]:
+    """Ask for other rounds in each cell, in several ways; and raise what each cell raises."""
+    be_launched(rank, world_size, port)
+    errors: list[str] = []
+    with xffl.session(federated=(1, 1), isolate=True, timeout_s=120) as state:
+        unlike: list[dict[str, Any]] = [
+            {"every": 2 + rank},
+            {"every": 2, "aggregator": {"server": ("sgd", "adam")[rank]}},
+            {"every": 2, "aggregator": {"codec": ("none", "int8")[rank]}},
+            {"every": 2},
+        ]
+        for options in unlike:
+            model = nn.Linear(3, 2 + rank * (len(options) == 1 and options["every"] == 2))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            try:
+                with xffl.FederatedScaling(model, optimizer, state, **options):
+                    raise AssertionError("it was not refused")
+            except xffl.ConfigError as refused:
+                errors.append(str(refused))
+    return errors
+
+
+def test_cells_that_ask_for_unlike_rounds_are_refused_on_all_ranks() -> None:
+    told = run_world(2, be_unlike, free_port(), init=False, timeout_s=240)
+    assert told[0] == told[1]
+    shown = [["every=2", "every=3"], ["sgd", "adam"], ["int8"], ["(2,)", "(3,)"]]
+    for error, words in zip(told[0], shown, strict=True):
+        assert all(word in error.lower() for word in words), error
+
+
+def stop_early(rank: int, world_size: int, port: int, folder: str) -> tuple[list[int], list[str]]:
+    """Train with rounds, be asked to stop in cell 1, save, and go on; and train in one go."""
+    be_launched(rank, world_size, port)
+    done: list[int] = []
+    told: list[str] = []
+    for asked_at in (3, -1, -2):
+        with xffl.session(federated=(1, 1), isolate=True, timeout_s=120) as state, suppress(PreemptedExit):
+            model = nn.Linear(4, 2)
+            nn.init.constant_(model.weight, 0.5)
+            nn.init.zeros_(model.bias)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            rounds = xffl.FederatedScaling(model, optimizer, state, every=2)
+            progress = Own(0)
+            parts: dict[str, Any] = {"model": model, "optimizer": optimizer}
+            own: dict[str, Any] = {"rounds": rounds, "progress": progress}
+            with Preemption(state, ["USR2"]) as preemption, rounds:
+                if asked_at == -1:
+                    load_checkpoint(folder, parts, state, own=own)
+                save = partial(save_checkpoint, folder, parts, state, own=own)
+                preemption.follow(rounds, save)
+                while progress.value < 30:
+                    if progress.value == asked_at and rank == 1:
+                        os.kill(os.getpid(), signal.SIGUSR2)
+                    model(torch.full((1, 4), state.cell + 1.0)).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    progress.value += 1
+                    if asked_at > 0:
+                        time.sleep(0.1)
+                    if preemption.is_due(progress.value):
+                        save()
+                        preemption.leave()
+            told.append(bits(model))
+        done.append(progress.value)
+    return done, told
+
+
+def test_isolated_cells_stop_after_the_same_round(tmp_path: Path) -> None:
+    told = run_world(2, stop_early, free_port(), str(tmp_path / "run"), init=False, timeout_s=240)
+    for (left_at, *ends), (resumed, whole) in told:
+        assert left_at < 30 and ends == [30, 30]
+        assert resumed == whole
 
 
 @pytest.mark.parametrize("launcher", [["-m", "xffl", "exec", "--processes", "3"], TORCHRUN])
@@ -162,5 +306,5 @@ def test_what_does_not_go_with_isolated_cells_is_refused(
 
 
 if __name__ == "__main__":
-    for row, is_equal in compare(tuple(name for name in CASES if sys.argv[1] in name), Path(sys.argv[2])).items():
-        print(f"{row}: {'equal' if is_equal else 'DIFFERENT'}", flush=True)
+    for row, how in compare(tuple(name for name in CASES if re.match(sys.argv[1], name)), Path(sys.argv[2])).items():
+        print(f"{row}: {how}", flush=True)

@@ -398,7 +398,7 @@ def test_folders_of_models_survive_a_power_cut(tmp_path: Path, monkeypatch: pyte
     partial = f"{tmp_path}/.out.partial"
     assert synced == [f"{partial}/model.safetensors", partial, str(tmp_path)]
     synced.clear()
-    with new_folder(tmp_path / "new", ("*.json",), is_writer=True) as target:
+    with new_folder(tmp_path / "new", ("*.json",), is_writer=True, world=None) as target:
         assert target is not None
         (target / "config.json").write_text("{}")
     partial = f"{tmp_path}/.new.partial"
@@ -683,7 +683,7 @@ def test_what_cannot_even_be_moved_away_is_left(
 
 def test_folders_of_models_are_replaced_while_the_one_before_is_open(tmp_path: Path, busy: set[str]) -> None:
     for turn in range(2):
-        with new_folder(tmp_path / "out", ("*.json",), is_writer=True) as target:
+        with new_folder(tmp_path / "out", ("*.json",), is_writer=True, world=None) as target:
             assert target is not None
             (target / "config.json").write_text(str(turn))
         busy.add("config.json")

@@ -413,6 +413,19 @@ def _has_no_limit(call: ast.Call) -> bool:
     return call.func.attr in ("read", "readline", "readlines") and not call.keywords
 
 
+def test_one_rank_writes_for_all_of_a_job_also_where_its_cells_are_isolated() -> None:
+    # The world of such a rank is its cell, and each cell has a rank 0: who speaks or writes for all of the job is asked
+    # by is_first_of_job, or by the rank in a group of all of the job's ranks.
+    asks = re.compile(r"(state\.rank|get_rank\(\)) (==|!=) 0")
+    files = {str(path.relative_to(ROOT)) for path in SOURCES if asks.search(path.read_text())}
+    apart = ("xffl/elastic/", "xffl/aggregation/federations/elastic.py", "xffl/distributed/startup/lone_cell.py")
+    trainer = ("xffl/training/mixins/", "xffl/training/run_directory.py")  # refuses isolated cells
+    before = ("xffl/distributed/session.py",)  # a cell's world compares what it runs before it has met the others
+    bench = ("xffl/aggregation/bench.py",)  # starts its own ranks, in one world
+    warns = ("xffl/checkpoint/damage.py",)  # in each cell, of what it does not take for a checkpoint
+    assert {file for file in files if not file.startswith((*apart, *trainer, *before, *bench, *warns))} == set()
+
+
 def test_files_that_others_may_have_written_are_read_up_to_a_limit() -> None:
     calls = {
         f"{path.stem}: {ast.unparse(node)}"

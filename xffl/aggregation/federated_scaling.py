@@ -128,6 +128,7 @@ class FederatedScaling:
         with run_on_all_ranks(
             "steps between rounds (every), clients, and ways to weigh and merge",
             convert=lambda error: ConfigError(f"the arguments cannot be read: {type(error).__name__}: {error}"),
+            group=state.job_group if isinstance(state, DistributedState) else None,
         ) as tell:
             check_given(model, state)
             if hooks is not None:
@@ -141,7 +142,7 @@ class FederatedScaling:
             rounds = choose_rounds(model, state, config, asked)
         has_others = state.lone_cell is not None or state.isolated is not None
         is_alone = state.topology.cells == 1 and not state.is_federated_scaling_setup() and not has_others
-        if is_alone and state.rank == 0:
+        if is_alone and state.is_first_of_job:
             print(NO_CELLS, file=sys.stderr, flush=True)  # a federation of one cell was reported at its set-up
         self.meetings = 0
         """The rounds and checks that this rank has entered."""
@@ -179,7 +180,7 @@ class FederatedScaling:
             self._step_hooks = self._make_joining_hooks()
         self._handles: list[RemovableHandle] = []
         """The hooks of optimizers and model, while the block is entered."""
-        self._tells_copies = state.job_rank == 0 and rounds.may_average
+        self._tells_copies = state.is_first_of_job and rounds.may_average
         """Whether this rank says what rounds do not average."""
         self._observers: tuple[StepObserver, ...] = ()
         """What features do at each step, while the block is entered."""
@@ -191,7 +192,7 @@ class FederatedScaling:
         """Returns the effective number of the local step that was made last; ``None`` where each step counts 1."""
         self._activity = state.activity
         """What the run has done."""
-        self._entry = state.activity.expect_entry(self) if state.job_rank == 0 else None
+        self._entry = state.activity.expect_entry(self) if state.is_first_of_job else None
         """Expects the block, which somebody may have forgotten."""
 
     def attach(self, hooks: LoopHooks) -> None:

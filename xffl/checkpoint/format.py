@@ -44,7 +44,9 @@ from xffl.checkpoint.removal import discard, sweep
 from xffl.checkpoint.tables import FileEntry, StoredTensor, read_files, read_tensors
 from xffl.checkpoint.torch_files import FileSlice, check_archive, load_archive
 from xffl.checks import shown
+from xffl.distributed.collectives import Group
 from xffl.distributed.consistency import run_on_all_ranks
+from xffl.distributed.cross_world import CrossWorldGroup
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.replicas.plain_values import Plain
 from xffl.errors import CheckpointError, ConfigError, StateError, XfflError
@@ -60,6 +62,7 @@ from xffl.files import (
 )
 from xffl.json_text import parse_json
 from xffl.reading import Fields
+from xffl.topology import Topology
 
 __all__ = [
     "CellIndex",
@@ -588,24 +591,33 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Cell:
-    """The cell of this rank. ``group`` is ``None`` for the world, and where there is no process group at all."""
+    """The cell of this rank, and how it and the whole job talk.
+
+    Ranks are the job's, also where the job's cells are worlds of their own: their checkpoint is that of one world.
+    """
 
     number: int
-    sizes: tuple[int, ...]
+    topology: Topology  # of the whole job
     rank: int
-    group: dist.ProcessGroup | None
-    world: dist.ProcessGroup | None = None  # group of all ranks; ``None`` for torch's default one
+    group: dist.ProcessGroup | None  # the ranks of the cell; ``None`` for torch's default group, and without any
+    world: Group | None = None  # all ranks of the job; ``None`` for torch's default group
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Ranks of each cell."""
+        return self.topology.sizes
 
     @property
     def place(self) -> int:
         """Rank in the cell, whose first one writes the index."""
-        return self.rank - sum(self.sizes[: self.number])
+        return self.rank - self.topology.offsets[self.number]
 
 
-def this_cell(
-    state: DistributedState, groups: tuple[dist.ProcessGroup, dist.ProcessGroup | None] | None = None
-) -> Cell:
-    """Return the cell of this rank. Nothing moves."""
+def this_cell(state: DistributedState, groups: tuple[Group, dist.ProcessGroup | None] | None = None) -> Cell:
+    """Return the cell of this rank. Nothing moves.
+
+    ``groups``, of all ranks of the job and of the cell, are used in place of the state's.
+    """
     rank, world_size = state.rank, state.world_size
     if rank is None or world_size is None:
         raise StateError("the state does not know its rank and world yet; call set_global first")
@@ -615,8 +627,13 @@ def this_cell(
             f"the state says rank {rank} of {world_size}, but torch.distributed rank {joined[0]} of {joined[1]}; give "
             "the state of this process, inside its session"
         )
+    if state.isolated is not None:
+        world, group = groups or (state.job_group, None)
+        return Cell(state.isolated.cell, state.job_topology, rank=state.isolated.rank, group=group, world=world)
     world, group = groups or (None, state.federation)
-    return Cell(state.topology.cell_of(rank), sizes=state.topology.sizes, rank=rank, group=group or world, world=world)
+    if group is None and not isinstance(world, CrossWorldGroup):
+        group = world
+    return Cell(state.topology.cell_of(rank), state.topology, rank=rank, group=group, world=world)
 
 
 def check_path(path: str | os.PathLike[str]) -> Path:
@@ -636,10 +653,13 @@ def run_collectively(
     advice: str,
     show: Callable[[T], str] = lambda _: "done",
     *,
-    world: dist.ProcessGroup | None = None,
+    world: Group | None,
     describe: Callable[[dict[int, str]], XfflError] | None = None,
 ) -> T:
-    """Do this rank's share of something, which counts only where it worked on all ranks; collective over the world."""
+    """Do this rank's share of something, which counts only where it worked on all ranks; collective over ``world``.
+
+    ``world`` are all ranks of the job: ``state.job_group``, or a group in its place.
+    """
     error: XfflError | None = None  # kept for the message where a rank dies before all have heard of it
     try:
         with run_on_all_ranks(f"{what} of a checkpoint", group=world, describe=describe) as share:

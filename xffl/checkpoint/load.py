@@ -33,7 +33,6 @@ from xffl.distributed.replicas.plain_values import from_plain, tensors_named
 from xffl.distributed.sharding import bytes_of, sharded_parameters
 from xffl.distributed.spread_like import load_optimizer, spread_whole
 from xffl.errors import CheckpointError, ConfigError, ReplacedError, XfflError
-from xffl.topology import Topology
 
 __all__ = ["compare_cells", "load_checkpoint"]
 
@@ -82,7 +81,7 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Load a checkpoint into the parts, in place, and return the values that were saved with it.
 
-    Collective over the world. The parts may be spread in another way than when they were saved: another number of ranks
+    Collective over the job. The parts may be spread in another way than when they were saved: another number of ranks
     in a cell or of replicas, plain, DDP, FSDP or HSDP; each rank reads from its cell's folder what it holds, and
     tensors do not move between ranks. Buffers that differed between the ranks of a cell come back as each had them, in
     another layout as the cell's first rank had them. All names, shapes, dtypes and checksums are compared before
@@ -142,7 +141,12 @@ def load_with_record(
         return f"path={target} parts={sorted(parts)} {names}"
 
     target, cell, kept = folders.run_collectively(
-        "arguments", act=check_arguments, path=Path(str(path)), advice=NOTHING_LOADED, show=show
+        "arguments",
+        act=check_arguments,
+        path=Path(str(path)),
+        advice=NOTHING_LOADED,
+        show=show,
+        world=state.job_group,
     )
 
     has_begun: list[bool] = []
@@ -154,7 +158,7 @@ def load_with_record(
                 target=target,
                 parts=parts,
                 kept=kept,
-                asked=_Request(cell, topology=state.topology, reset=reset, local=local, check=check),
+                asked=_Request(cell, reset=reset, local=local, check=check),
                 has_begun=has_begun,
             )
 
@@ -181,7 +185,6 @@ class _Request:
     """What a load was asked for, beside what to load into."""
 
     cell: Cell
-    topology: Topology
     reset: Collection[str]
     local: Collection[str]
     check: Callable[[Record], None]
@@ -195,7 +198,7 @@ def _load(
     asked: _Request,
     has_begun: list[bool],
 ) -> Record:
-    """Load the files of one save, which are held open until the end of ``stack``; collective over the world.
+    """Load the files of one save, which are held open until the end of ``stack``; collective over the job.
 
     ``has_begun`` gets an entry before the first tensor is overwritten.
 
@@ -204,7 +207,7 @@ def _load(
     cell = asked.cell
 
     def on_all_ranks(what: str, act: Callable[[], T], advice: str = NOTHING_LOADED) -> T:
-        return folders.run_collectively(what, act, target, advice)
+        return folders.run_collectively(what, act, target, advice, world=cell.world)
 
     def open_and_check() -> tuple[OpenCheckpoint, Record, list[str]]:
         opened = stack.enter_context(OpenCheckpoint(target))
@@ -213,7 +216,7 @@ def _load(
         return opened, record, _check_record(opened.path, record=record, parts=parts, own=kept, asked=asked)
 
     source, record, wanted = on_all_ranks("record", open_and_check)
-    _check_same_save(target, source.path, record)
+    _check_same_save(target, source.path, record, cell)
 
     def reading(what: str, act: Callable[[], T], advice: str = NOTHING_LOADED) -> T:
         """Do a step that reads files, and say so where the checkpoint was replaced before they were opened."""
@@ -232,7 +235,7 @@ def _load(
         )
     plan = reading("comparing", lambda: _plan(source, record=record, parts=parts, cell=cell, current=current))
     on_all_ranks("comparing", lambda: _check_unused(plan, cell))
-    is_same = contents.is_same_layout(record, asked.topology)
+    is_same = contents.is_same_layout(record, cell.topology)
     rank_state, buffers = reading(
         "own state", lambda: contents.read_rank_state(plan.index, cell.place, wanted, is_same=is_same)
     )
@@ -252,8 +255,8 @@ def _load(
     return record
 
 
-def _check_same_save(target: Path, folder: Path, record: Record) -> None:
-    """Raise if ranks have opened different saves; collective over the world."""
+def _check_same_save(target: Path, folder: Path, record: Record, cell: Cell) -> None:
+    """Raise if ranks have opened different saves; collective over the job."""
 
     def describe(by_rank: Mapping[int, str]) -> ReplacedError:
         ranks_of = checks.group((save, rank) for rank, save in by_rank.items())
@@ -264,14 +267,14 @@ def _check_same_save(target: Path, folder: Path, record: Record) -> None:
         )
 
     save = f"number {record.save_number} of {record.saved_at}, {sorted(record.indexes.items())}"
-    check_consistent("saves of a checkpoint", save, describe=describe)
+    check_consistent("saves of a checkpoint", save, describe=describe, group=cell.world)
 
 
 def _check_record(
     folder: Path, record: Record, parts: Mapping[str, Part], own: Collection[str], asked: _Request
 ) -> list[str]:
     """Check that a record fits cells and parts, and name the rank state to load."""
-    sizes = asked.topology.sizes
+    sizes = asked.cell.topology.sizes
     if len(record.cells) != len(sizes) and not record.after_round:
         raise CheckpointError(
             f"checkpoint {folder} is of {len(record.cells)} cells {record.cells}, this run has {len(sizes)} {sizes}; "
@@ -290,7 +293,7 @@ def _check_record(
             f"checkpoint {folder} has the parts {sorted(record.parts)}: {difference}; give the parts that were saved"
         )
     return sorted(
-        contents.select_rank_state(folder, record=record, own=own, reset=asked.reset, topology=asked.topology)
+        contents.select_rank_state(folder, record=record, own=own, reset=asked.reset, topology=asked.cell.topology)
     )
 
 

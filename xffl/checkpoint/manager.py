@@ -19,6 +19,9 @@ from xffl.checkpoint.opened import TRIES
 from xffl.checkpoint.removal import sweep
 from xffl.checkpoint.save import PendingSave
 from xffl.checks import integer
+from xffl.distributed.collectives import Group, own_rank
+from xffl.distributed.distributed_state import DistributedState
+from xffl.distributed.isolated_cell import is_isolated
 from xffl.errors import CheckpointError, ConfigError
 
 __all__ = ["CheckpointManager", "auto_resume", "check_checkpoints", "find_latest_checkpoint"]
@@ -39,22 +42,29 @@ class CheckpointManager:
     :param output_dir: The run's folder; checkpoints go to ``checkpoints/step_<step>`` in it.
     :param keep_last: How many to keep, at least 1; ``final`` is never deleted, nor is what is no checkpoint of xffl.
     :param keep_every: Steps that this divides are kept for good.
+    :param state: The state that says which ranks the job has; needed where its cells are isolated (:doc:`/isolate`).
     :raises ConfigError: if an argument is invalid.
     """
 
     def __init__(
-        self, output_dir: str | os.PathLike[str], keep_last: int = 3, *, keep_every: int | None = None
+        self,
+        output_dir: str | os.PathLike[str],
+        keep_last: int = 3,
+        *,
+        keep_every: int | None = None,
+        state: DistributedState | None = None,
     ) -> None:
         keep_last = integer("keep_last", keep_last, hint="keep at least 1 checkpoint")
         keep_every = None if keep_every is None else integer("keep_every", keep_every, hint="give steps, or None")
         if not isinstance(output_dir, (str, os.PathLike)):
             raise ConfigError(f"output_dir must be a path, the run's folder, got {output_dir!r}")
+        self._state = state
         self.output_dir = Path(output_dir) / FOLDER
         self.keep_last = keep_last
         self.keep_every = keep_every
 
     def save(self, strategy: Any, step: int, **kwargs: Any) -> None:
-        r"""Save the checkpoint of a step through a strategy, then delete the oldest; collective over the world.
+        r"""Save the checkpoint of a step through a strategy, then delete the oldest; collective over the job.
 
         Where the strategy saves in the background, the thread that writes also deletes, when the new one is whole. If
         an old one cannot be deleted (a file of it is open on NFS, or a mount point), that is logged as a warning and
@@ -64,12 +74,13 @@ class CheckpointManager:
             :class:`PendingSave`, saves in the background.
         :param step: Number of the step, the same on all ranks.
         :param \**kwargs: Passed on to the strategy.
-        :raises ConfigError: if the step is invalid, or the ranks were given different ones.
+        :raises ConfigError: if the step is invalid, or the ranks were given different ones, or the manager needs a
+            state.
         :raises CheckpointError: if the checkpoint could not be saved.
         """
         advice = "give all ranks the same step"
         path = folders.run_collectively(
-            "step", act=lambda: self.path_of(step), path=self.output_dir, advice=advice, show=str
+            "step", act=lambda: self.path_of(step), path=self.output_dir, advice=advice, show=str, world=self._world()
         )
         self.rotate(path, strategy.save_checkpoint(path, **kwargs))
 
@@ -85,40 +96,59 @@ class CheckpointManager:
     def rotate(self, path: Path, saved: object = None) -> None:
         """Point to a checkpoint that was saved and delete the oldest, at once or when a :class:`PendingSave` is whole.
 
-        Collective over the world, where it is initialized.
+        Collective over the job, where torch.distributed is initialized.
         """
         if isinstance(saved, PendingSave):
             saved.then(lambda world: self._rotate(path, world))
         else:
-            self._rotate(path)
+            self._rotate(path, self._world())
 
-    def _rotate(self, saved: Path | None = None, world: dist.ProcessGroup | None = None) -> None:
-        """Point to the new checkpoint and delete all but the newest; collective over the world, rank 0 does it."""
+    def _world(self) -> Group | None:
+        return _job_of(self._state, "CheckpointManager(output_dir, state=state)")
+
+    def _rotate(self, saved: Path, world: Group | None) -> None:
+        """Point to the new checkpoint and delete all but the newest; collective over the job, rank 0 does it."""
         advice = "see who may write there; the new checkpoint is whole"
         # Until all ranks are here some may still be saving, and the older checkpoints are all there is.
         folders.run_collectively("saving", lambda: None, self.output_dir, advice, world=world)
 
         def rotate() -> None:
-            if dist.is_initialized() and dist.get_rank() != 0:
+            if not _is_first_of(world):
                 return
-            if saved is not None:
-                if folders.find_record(saved) is None:
-                    raise CheckpointError(
-                        f"{saved} is not there after it was saved, so nothing older was deleted; save_checkpoint must "
-                        "write it, or return what AsyncSaver.save returned"
-                    )
-                folders.write_pointer(saved)  # before anything is deleted, which the pointer may still name
+            if folders.find_record(saved) is None:
+                raise CheckpointError(
+                    f"{saved} is not there after it was saved, so nothing older was deleted; save_checkpoint must "
+                    "write it, or return what AsyncSaver.save returned"
+                )
+            folders.write_pointer(saved)  # before anything is deleted, which the pointer may still name
             sweep(self.output_dir)
-            why = f"{self.output_dir if saved is None else saved} is saved and whole"
+            why = f"{saved} is saved and whole"
             newest_first = sorted(_steps(self.output_dir), key=lambda one: one.age, reverse=True)
             for one in newest_first[self.keep_last :]:
                 is_kept = self.keep_every is not None and one.step % self.keep_every == 0
-                if not is_kept and (saved is None or one.path.name != saved.name):
+                if not is_kept and one.path.name != saved.name:
                     folders.remove_checkpoint(one.path, why)
 
         folders.run_collectively(
             "naming it in latest and deleting old ones", rotate, self.output_dir, advice, world=world
         )
+
+
+def _job_of(state: DistributedState | None, call: str) -> Group | None:
+    """Return the group of all ranks of the job, ``None`` for torch's default one; local."""
+    if state is not None:
+        return state.job_group
+    if is_isolated():
+        raise ConfigError(
+            "the cells of this job are isolated, so the default process group has the ranks of one cell only, and each "
+            f"would delete checkpoints of all; give the state: {call}"
+        )
+    return None
+
+
+def _is_first_of(world: Group | None) -> bool:
+    """Tell whether this rank writes for all of the job."""
+    return not dist.is_initialized() or own_rank(world) == 0
 
 
 @dataclass(frozen=True)
@@ -187,27 +217,30 @@ def check_checkpoints(experiment_dir: str | os.PathLike[str]) -> None:
                 raise CheckpointError(f"{error}; move {path} away, and the run {where}") from error
 
 
-def auto_resume(config: Any, trainer: Any) -> bool:
+def auto_resume(config: Any, trainer: Any, state: DistributedState | None = None) -> bool:
     """Load the checkpoint of a run that was saved last, if there is one.
 
-    Collective over the world, where it is initialized: the ranks compare what they found. What could not be deleted
-    before is tried again.
+    Collective over the job, where torch.distributed is initialized: the ranks compare what they found. What could not
+    be deleted before is tried again.
 
     :param config: Its ``experiment.output_dir`` is the run's folder.
     :param trainer: Its ``load_checkpoint(path)`` is called.
+    :param state: As for :class:`CheckpointManager`.
     :return: Whether there was one.
+    :raises ConfigError: if ``state`` is missing.
     :raises CheckpointError: if the ranks find different ones, or one cannot be read or loaded.
     """
     output_dir = Path(config.experiment.output_dir)
     advice = "give the run's folder on a file system that all ranks share"
+    world = _job_of(state, "auto_resume(config, trainer, state)")
 
     def find() -> Path | None:
-        if not dist.is_initialized() or dist.get_rank() == 0:
+        if _is_first_of(world):
             sweep(output_dir / FOLDER, level=logging.WARNING)
         check_checkpoints(output_dir)
         return find_latest_checkpoint(output_dir)
 
-    latest = folders.run_collectively("latest one", act=find, path=output_dir, advice=advice, show=str)
+    latest = folders.run_collectively("latest one", act=find, path=output_dir, advice=advice, show=str, world=world)
     if latest is None:
         return False
     warn_of_lost(output_dir / FOLDER, latest)

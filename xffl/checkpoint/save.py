@@ -44,15 +44,17 @@ from xffl.checkpoint.contents import (
 )
 from xffl.checkpoint.format import Cell, CellWriter, Record
 from xffl.checkpoint.tables import FileEntry
+from xffl.distributed.collectives import Group
 from xffl.distributed.consistency import barrier, run_on_all_ranks
+from xffl.distributed.cross_world import CrossWorldGroup
 from xffl.distributed.differences import difference_of
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import destroy_group, new_group
+from xffl.distributed.job_ranks import join_job
 from xffl.distributed.replicas.plain_values import Plain, to_plain
 from xffl.distributed.sharding import bytes_of
 from xffl.errors import CheckpointError, ConfigError, StateError, XfflError
 from xffl.files import make_folders
-from xffl.topology import Topology
 
 __all__ = ["AsyncSaver", "PendingSave", "save_checkpoint"]
 
@@ -68,7 +70,6 @@ class PreparedSave:
     """A checkpoint that is to be written."""
 
     target: Path
-    topology: Topology
     cell: Cell
     parts: tuple[str, ...]
     values: dict[str, Plain]
@@ -89,7 +90,7 @@ def save_checkpoint(
 ) -> None:
     """Write a checkpoint, whole or not at all.
 
-    Collective over the world; the folder must be on a file system that all ranks share. Each cell writes its own
+    Collective over the job; the folder must be on a file system that all its ranks share. Each cell writes its own
     tensors once, however many replicas it has: each rank the shards that no lower rank of its cell holds, and what is
     not sharded its first rank. Buffers that differ between the ranks of a cell, such as statistics of their own data
     since the last round, each rank writes for itself as well. Tensors do not move between ranks. A small all-reduce
@@ -138,14 +139,14 @@ def prepare_save(
     after_round: bool,
     skip: Collection[str],
     *,
-    groups: tuple[dist.ProcessGroup, dist.ProcessGroup | None] | None = None,
+    groups: tuple[Group, dist.ProcessGroup | None] | None = None,
     is_copied: bool = False,
 ) -> PreparedSave:
-    """Check what is to be saved and take it; collective over the world.
+    """Check what is to be saved and take it; collective over the job.
 
     ``groups`` are used in place of the state's (by a thread); ``is_copied`` copies tensors, so that they may change.
     """
-    world = None if groups is None else groups[0]
+    world = state.job_group if groups is None else groups[0]
 
     def check() -> tuple[Path, dict[str, Plain], Cell, Mapping[str, Stateful]]:
         check_parts(parts)
@@ -197,7 +198,6 @@ def prepare_save(
     names = tuple(sorted(parts))
     return PreparedSave(
         target,
-        topology=state.topology,
         cell=cell,
         parts=names,
         values=plain,
@@ -217,7 +217,7 @@ def _describe_arguments(shown: dict[int, str]) -> XfflError:
 
 
 def write_checkpoint(saving: PreparedSave) -> None:
-    """Write a checkpoint and give it its name; collective over the world."""
+    """Write a checkpoint and give it its name; collective over the job."""
     # Each step ends with an all-reduce, since the next one needs it on all ranks: nobody writes before rank 0 has made
     # the folders, and the checkpoint takes its name only when all files of all ranks are on the disk.
     target, cell = saving.target, saving.cell
@@ -309,7 +309,7 @@ def _merge_in_cell(values: dict[str, Plain], cell: Cell) -> dict[str, Plain] | s
     mine = values if digests.index(digests[place]) == place else None
     by_rank: list[dict[str, Plain] | None] = [None] * len(digests)
     head = cell.rank - place
-    dist.gather_object(mine, by_rank if cell.place == 0 else None, dst=head, group=cell.group)
+    dist.gather_object(mine, by_rank if cell.place == 0 else None, group_dst=0, group=cell.group)
     merged: dict[str, Plain] = {}
     for rank, theirs in enumerate(by_rank):
         for name, value in (theirs or {}).items():
@@ -325,7 +325,7 @@ def _publish(saving: PreparedSave) -> None:
     """Give the checkpoint its name; rank 0 does it."""
     if saving.cell.rank != 0:
         return
-    topology, indexes = saving.topology, {}
+    topology, indexes = saving.cell.topology, {}
     for number in range(topology.cells):
         index = folders.temporary_path(saving.target, "partial") / f"cell_{number}" / folders.INDEX
         if not index.is_file():
@@ -359,11 +359,11 @@ class PendingSave:
         self.path = path
         self._saver = saver
 
-    def then(self, call: Callable[[dist.ProcessGroup | None], None]) -> None:
+    def then(self, call: Callable[[Group | None], None]) -> None:
         """Call something on the saver's thread when the checkpoint is whole, and nothing where it failed.
 
-        All ranks ask for the same, before they wait or save again. The call gets the saver's group of all ranks
-        (``None`` in a single process) to communicate over; what it raises is raised by :meth:`AsyncSaver.wait`.
+        All ranks ask for the same, before they wait or save again. The call gets the saver's group of all ranks of the
+        job (``None`` in a single process) to communicate over; what it raises is raised by :meth:`AsyncSaver.wait`.
         """
         self._saver._do(call)
 
@@ -373,7 +373,7 @@ class AsyncSaver:
 
     :meth:`save` copies what this rank holds to the memory of the host, so it needs room for that once, and returns. A
     thread writes the copy and gives the checkpoint its name, over gloo groups of its own, which are made here:
-    collective over the world, where it is initialized.
+    collective over the job, where torch.distributed is initialized.
 
     :param state: The state that says where this rank stands.
     :param timeout_s: Seconds that a rank may wait for others to have written, at least.
@@ -382,12 +382,12 @@ class AsyncSaver:
     """
 
     def __init__(self, state: DistributedState, *, timeout_s: float = 1800.0) -> None:
-        with run_on_all_ranks("arguments of AsyncSaver") as share:
+        with run_on_all_ranks("arguments of AsyncSaver", group=state.job_group) as share:
             timeout_s = checks.number("timeout_s", timeout_s, above=0, below=1e6, hint="give seconds")
             cell = folders.this_cell(state)
             share(f"timeout_s={timeout_s}")
         self._state = state
-        self._groups = _make_host_groups(state.topology, cell.rank, timeout_s) if dist.is_initialized() else None
+        self._groups = _make_host_groups(state, cell, timeout_s) if dist.is_initialized() else None
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
         self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._error: BaseException | None = None
@@ -458,9 +458,12 @@ class AsyncSaver:
         if self._groups is not None:
             world, cell = self._groups
             barrier(world)  # nobody still listens to a group that another one destroys
-            for group in (world, cell):
-                if group is not None:
-                    destroy_group(group)
+            if isinstance(world, CrossWorldGroup):
+                world.close()
+            else:
+                destroy_group(world)
+            if cell is not None:
+                destroy_group(cell)
 
     def __enter__(self) -> AsyncSaver:
         """Return the saver."""
@@ -471,7 +474,7 @@ class AsyncSaver:
         if kind is None:
             self.close()
 
-    def _do(self, call: Callable[[dist.ProcessGroup | None], None]) -> None:
+    def _do(self, call: Callable[[Group | None], None]) -> None:
         """Let the thread call something when it has done what came before."""
         world = None if self._groups is None else self._groups[0]
         self._jobs.put(lambda: call(world))
@@ -498,14 +501,18 @@ class AsyncSaver:
                 self._jobs.task_done()
 
 
-def _make_host_groups(
-    topology: Topology, rank: int, timeout_s: float
-) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
-    """Make groups over gloo for what goes on beside the training, in the host's memory; collective over the world."""
-    world = new_group(range(topology.world_size), timeout_s, "xffl_host_world", "gloo")
-    if topology.cells == 1:
+def _make_host_groups(state: DistributedState, cell: Cell, timeout_s: float) -> tuple[Group, dist.ProcessGroup | None]:
+    """Make groups over gloo for what goes on beside the training, in the host's memory; collective over the job.
+
+    They hold all ranks of the job, and those of the cell where these are not all of the first group.
+    """
+    if state.isolated is not None:
+        inside = new_group(range(state.topology.world_size), timeout_s, "xffl_host_federation", "gloo")
+        return join_job(state.isolated, "checkpoints", timeout_s), inside
+    world = new_group(range(cell.topology.world_size), timeout_s, "xffl_host_world", "gloo")
+    if cell.topology.cells == 1:
         return world, None
-    return world, new_group(topology.federation(topology.cell_of(rank)), timeout_s, "xffl_host_federation", "gloo")
+    return world, new_group(cell.topology.federation(cell.number), timeout_s, "xffl_host_federation", "gloo")
 
 
 def _warn_of_script(text: str) -> None:

@@ -87,8 +87,11 @@ def compute_device(state: DistributedState) -> torch.device:
     return torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cpu")
 
 
-def barrier(group: dist.ProcessGroup | None = None) -> None:
+def barrier(group: Group | None = None) -> None:
     """Wait until all ranks of a group have come here; collective over it."""
+    if isinstance(group, CrossWorldGroup):
+        group.barrier(0)
+        return
     # NCCL gets this rank's GPU: by itself it counts GPUs by the rank, wrong where nodes have unlike numbers of them.
     device = control_device(group)
     dist.barrier(group, device_ids=None if device.type == "cpu" else [device.index])

@@ -26,6 +26,7 @@ from xffl.cluster.network import Timeouts
 from xffl.cluster.sizes import read_federation, read_replica_size
 from xffl.distributed.activity import RunActivity
 from xffl.distributed.consistency import run_on_all_ranks
+from xffl.distributed.cross_world import CrossWorldGroup
 from xffl.distributed.groups import (
     ALL_KINDS,
     cell_mesh,
@@ -146,6 +147,7 @@ class DistributedState:
     _elastic: ElasticParameters | None = field(default=None, init=False, repr=False)
     _cell_journal: CellJournal | None = field(default=None, init=False, repr=False, compare=False)
     _isolated: IsolatedCell | None = field(default=None, init=False, repr=False)
+    _job_group: CrossWorldGroup | None = field(default=None, init=False, repr=False, compare=False)
     _data_place: DataPlace | None = field(default=None, init=False, repr=False)
     """What :func:`set_data_place` was given"""
     _setups: list[Setup] = field(default_factory=list, init=False, repr=False, compare=False)
@@ -222,6 +224,28 @@ class DistributedState:
         return self.rank if self._isolated is None else self._isolated.rank
 
     @property
+    def is_first_of_job(self) -> bool:
+        """Whether this rank writes and speaks where one rank does so for the whole job."""
+        return self.job_rank == 0
+
+    @property
+    def job_topology(self) -> Topology:
+        """The cells of the whole job: :attr:`topology`, unless the job's cells are :attr:`isolated`."""
+        return self.topology if self._isolated is None else self._topology_of(self._isolated.sizes)
+
+    @property
+    def job_group(self) -> CrossWorldGroup | None:
+        """The group of all ranks of the job, by the job's numbers, where the job's cells are :attr:`isolated`.
+
+        ``None`` elsewhere: then torch.distributed's default group has all ranks of the job.
+
+        :raises StateError: if this rank has left the job.
+        """
+        if self._isolated is not None and self._job_group is None:
+            raise StateError("this rank has left the other cells of its job; use the state inside its session")
+        return self._job_group
+
+    @property
     def cell_journal(self) -> CellJournal | None:
         """What this job, which is one cell of an elastic federation, knows of the run's journal; on its rank 0 only.
 
@@ -248,14 +272,19 @@ class DistributedState:
             cell, sizes = self._lone_cell
         else:
             return job
+        dealt = self._topology_of(sizes)
+        return DataPlace(dealt, dealt.offsets[cell] + rank, job)
+
+    def _topology_of(self, sizes: tuple[int, ...]) -> Topology:
+        """Return the cells of other worlds with this one's, as they would be in one world."""
         replica = self.topology.replica_size  # other cells may have another layout
         if replica is not None and any(size % replica for size in sizes):
             replica = None
         shape = self.topology.cell_shape
-        if shape is not None:  # cells of other sizes have other numbers of replicas
+        has_one_shape = self._isolated is not None and len(set(sizes)) == 1
+        if shape is not None and not has_one_shape:  # cells of other sizes have other numbers of replicas
             shape = tuple((name, -1 if name == REPLICATE_AXIS else size) for name, size in dict(shape).items())
-        dealt = Topology(sum(sizes), sizes, replica, shape)
-        return DataPlace(dealt, dealt.offsets[cell] + rank, job)
+        return Topology(sum(sizes), sizes, replica, shape)
 
     @property
     def cell(self) -> int:
@@ -927,13 +956,25 @@ def set_lone_cell(
     state._cell_journal = journal
 
 
-def set_isolated_cell(state: DistributedState, isolated: IsolatedCell | None) -> None:
+def set_isolated_cell(state: DistributedState, isolated: IsolatedCell, group: CrossWorldGroup) -> None:
     """Say that a state's world is one cell of a job whose cells are worlds of their own; local.
 
     :param state: The rank's state.
     :param isolated: The rank's place in the job.
+    :param group: All ranks of the job, by the job's numbers.
     """
     state._isolated = isolated
+    state._job_group = group
+
+
+def leave_job(state: DistributedState) -> None:
+    """Close this rank's connections to the other cells of its job, if its cell is isolated; local.
+
+    :param state: The rank's state.
+    """
+    if state._job_group is not None:
+        state._job_group.close()
+        state._job_group = None
 
 
 def take_off_setups(state: DistributedState, *, destroys: bool) -> None:

@@ -26,12 +26,16 @@ from xffl.cluster.environment import (
     sources_named,
 )
 from xffl.cluster.hardware import pick_gpu
-from xffl.cluster.launch.failure import note_unmet
 from xffl.cluster.network import Timeouts, keep_gloo_local, release_gloo, use_interface
-from xffl.cluster.reaching import UnansweredError
 from xffl.cluster.sizes import Federation, read_federation, read_replica_size
 from xffl.distributed.consistency import barrier, gather_runtimes, run_on_all_ranks
-from xffl.distributed.distributed_state import DEFAULT_TIMEOUT_S, DistributedState, make_state, take_off_setups
+from xffl.distributed.distributed_state import (
+    DEFAULT_TIMEOUT_S,
+    DistributedState,
+    leave_job,
+    make_state,
+    take_off_setups,
+)
 from xffl.distributed.failures.uncaught import keep_store, note_end, tell_once
 from xffl.distributed.groups import (
     ON_GPUS,
@@ -45,7 +49,13 @@ from xffl.distributed.groups import (
 )
 from xffl.distributed.isolated_cell import is_isolated
 from xffl.distributed.parameters import DeviceParameters, ElasticParameters
-from xffl.distributed.startup.meeting import PlaceBook, check_consistent_on_store, meet, world_store
+from xffl.distributed.startup.meeting import (
+    PlaceBook,
+    check_consistent_on_store,
+    meet,
+    note_meeting_failed,
+    world_store,
+)
 from xffl.errors import ConfigError, LaunchError, StateError, XfflError
 from xffl.topology import Topology
 
@@ -287,8 +297,7 @@ def setup_distributed_process_group(
             place, request = _agree(meeting, place, ask=ask, error=error, timeout_s=join_s)
             _join(meeting, place, request)
         except XfflError as wrong:
-            if place.world_size > 1:
-                note_unmet(wrong, place.rank, is_speaker=_is_speaker(wrong, place.rank))
+            note_meeting_failed(wrong, place)
             raise
         return _begin(place, request)
     except BaseException:
@@ -333,15 +342,6 @@ def _agree(
     )
     assert request is not None, "the ranks agree on errors only by raising one"
     return book.complete(), request
-
-
-def _is_speaker(error: XfflError, rank: int) -> bool:
-    """Tell whether this rank is to tell all of an error by which the ranks have not met."""
-    if rank and isinstance(error, UnansweredError):
-        # Rank 0 need not know that nobody reaches it, and others may be missing with it: ranks 1, 2, 4, 8 and so on
-        # tell what to do, a few lines in any world.
-        return rank & (rank - 1) == 0
-    return rank == 0
 
 
 def _begin(place: ProcessEnvironment, request: _Request) -> DistributedState:
@@ -403,9 +403,11 @@ def cleanup_distributed_process_group(
             wait_for_threads()
             try:
                 barrier()
+                if state.isolated is not None:
+                    barrier(state.job_group)
             except RuntimeError as broken:
                 raise LaunchError(
-                    f"rank {state.rank} could not wait for the others before it leaves ({broken}); one of them has "
+                    f"rank {state.job_rank} could not wait for the others before it leaves ({broken}); one of them has "
                     "ended or does something else, see their output"
                 ) from broken
             is_together = True
@@ -415,6 +417,7 @@ def cleanup_distributed_process_group(
         if not is_together:
             state.activity.drop()
             stop_threads()
+        leave_job(state)
         # The groups go with the world, whose store may be gone with rank 0 already. NCCL would wait for what is under
         # way, and so for ranks that may wait for this one: what it holds goes with the process.
         destroys = is_together or not waits_when_destroyed(state)
@@ -429,7 +432,7 @@ def _lesson_of(state: DistributedState) -> str | None:
     made = "although optimizers have made steps"
     own = "has trained a model of its own, unless the script averages the cells itself"
     remedy = "put the training loop into a block of xffl.FederatedScaling, or call xffl.Aggregator(...).aggregate()"
-    if state.job_rank != 0:
+    if not state.is_first_of_job:
         return None
     if state.topology.cells > 1:
         return f"xffl: the session of {state.topology.cells} cells ends without a round, {made}: each {own}; {remedy}"

@@ -221,8 +221,8 @@ class DistributedWorld:
 
     @property
     def is_global_zero(self) -> bool:
-        """Whether this is rank 0 of the world."""
-        return self.rank == 0
+        """Whether this is rank 0 of the world, and of the job where the job's cells are worlds of their own."""
+        return self.state.is_first_of_job
 
     @property
     def dims(self) -> ParallelDims:

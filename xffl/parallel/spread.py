@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["SpreadOptions", "check_model", "is_meta", "named_tensors", "send_weights", "shard", "spread"]
 
 BROADCAST_BYTES = 32 * 2**20  # how much of a model is sent at a time
+MODEL_TAG = 7_000  # of messages between isolated cells
 
 
 def shard(
@@ -186,7 +187,7 @@ def _check_on_all_ranks(
             "a list of layer classes"
         )
 
-    with run_on_all_ranks("models given to xffl.shard", convert=unreadable) as share:
+    with run_on_all_ranks("models given to xffl.shard", convert=unreadable, group=state.job_group) as share:
         is_ddp_requested = options.ddp is not None
         options = replace(options, layers=tuple(options.layers), ddp=_read_ddp(options.ddp))
         if options.keep_whole != ():
@@ -341,7 +342,7 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 @torch.no_grad()
 def send_weights(model: nn.Module, state: DistributedState) -> None:
-    """Copy rank 0's tensors once to the first rank of each cell, then on within the cell; collective over the world."""
+    """Copy rank 0's tensors once to the first rank of each cell, then on within the cell; collective over the job."""
     topology, rank = state.topology, dist.get_rank()
     heads = topology.offsets[:-1]
     head = heads[topology.cell_of(rank)]
@@ -362,10 +363,26 @@ def send_weights(model: nn.Module, state: DistributedState) -> None:
         # Together: for a single message NCCL would connect its two ranks anew, and keep that.
         for work in dist.batch_isend_irecv(moves) if moves else ():
             work.wait()
+        if state.isolated is not None and rank == head:
+            flat = _swap_between_worlds(flat, state)
         flat = flat.to(at_home)
         dist.broadcast(flat, src=head, group=home)
         for tensor, part in zip(tensors, torch.split(flat, [tensor.nbytes for tensor in tensors]), strict=True):
             tensor.copy_(from_bytes(part, tensor.dtype, tensor.shape))
+
+
+def _swap_between_worlds(flat: torch.Tensor, state: DistributedState) -> torch.Tensor:
+    """Send the job's first rank's bytes to the first rank of each isolated cell; these ranks call it."""
+    group = state.job_group
+    assert group is not None, "an isolated cell has one"
+    on_host = flat.cpu()
+    if state.is_first_of_job:
+        works = [group.send([on_host], peer, MODEL_TAG) for peer in state.job_topology.offsets[1:-1]]
+    else:
+        works = [group.recv([on_host], 0, MODEL_TAG)]
+    for work in works:
+        work.wait()
+    return on_host.to(flat.device)
 
 
 def _batches(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

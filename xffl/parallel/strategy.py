@@ -133,8 +133,8 @@ class DistributedStrategy(ABC):
 
     @property
     def is_main_process(self) -> bool:
-        """Whether this is rank 0 of the world."""
-        return self.rank == 0
+        """Whether this is rank 0 of the world, and of the job where the job's cells are worlds of their own."""
+        return self.world.is_global_zero
 
     @property
     def effective_batch_size(self) -> int:

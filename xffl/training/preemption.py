@@ -30,6 +30,7 @@ from xffl.cluster.launch.failure import ExitCode, note_failure
 from xffl.distributed.consistency import barrier, check_consistent, gather_objects, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.failures.world_store import clone_store
+from xffl.distributed.job_ranks import connect_job_store
 from xffl.errors import MeetingLeft, StateError
 from xffl.training.callbacks.checkpoint import CheckpointCallback
 from xffl.training.callbacks.progress import ProgressCallback, ending_line, name_of
@@ -421,17 +422,18 @@ class Preemption:
         raise PreemptedExit(self._reached.reason)
 
     def __enter__(self) -> Preemption:
-        check_consistent("signals of a preemption", str([one.name for one in self.signals]))
+        signals = str([one.name for one in self.signals])
+        check_consistent("signals of a preemption", signals, group=self._state.job_group)
         if not self.signals:
             return self
-        topology, rank = self._state.topology, self._state.rank or 0
+        topology, rank = self._state.job_topology, self._state.job_rank or 0
         self._cell = topology.cell_of(rank)
         self._cells = topology.cells
         self._own_inbox.__enter__()
         try:
-            with run_on_all_ranks("connections of a preemption"):
+            with run_on_all_ranks("connections of a preemption", group=self._state.job_group):
                 # Over the one connection, the thread's calls would have the main thread's wait for them.
-                connection = clone_store("leave signals alone with preempt_signals: []")
+                connection = self._connect()
                 # All ranks count before one of them does so again.
                 number = int(connection.add("xffl_preemption", 1) - 1) // topology.world_size
                 store = PrefixStore(f"xffl_preemption_{number}", connection)
@@ -442,6 +444,12 @@ class Preemption:
             self._inbox, store=store, rank=rank, world_size=topology.world_size, cell=self._cell
         )
         return self
+
+    def _connect(self) -> Store:
+        """Return a connection of its own to a store that all ranks of the job share."""
+        if self._state.isolated is not None:
+            return connect_job_store(self._state.isolated, self._state.timeouts.session_s)
+        return clone_store("leave signals alone with preempt_signals: []")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -462,7 +470,7 @@ class Preemption:
         is_orderly = error is None or (isinstance(error, PreemptedExit) and self._reached is not None)
         try:
             if is_orderly and dist.is_initialized():
-                barrier()  # rank 0 decides for all who may still come to a step
+                barrier(self._state.job_group)  # rank 0 decides for all who may still come to a step
         finally:
             consensus.close(has_failed=not is_orderly)
             if not is_orderly:
@@ -578,7 +586,7 @@ class PreemptionMixin(StateMixin, ValidationMixin):
         told = scope, values if self.run_directory.is_cell_writer else {}, self._bytes_across
         has_rounds = self.find_rounds() is not None
         of_ranks = gather_objects(told) if has_rounds else [told]
-        if self.state.rank != 0:
+        if not self.state.is_first_of_job:
             return
         experiment = self.config.experiment
         line = ending_line(

@@ -31,9 +31,17 @@ from xffl.cluster.recognition.launchers import torchrun_variables
 from xffl.cluster.sizes import Federation, read_federation
 from xffl.distributed.consistency import run_on_all_ranks
 from xffl.distributed.distributed_state import DEFAULT_TIMEOUT_S, DistributedState, set_isolated_cell
+from xffl.distributed.failures.uncaught import tell_once
 from xffl.distributed.isolated_cell import IsolatedCell, read_isolated_cell
+from xffl.distributed.job_ranks import join_job
 from xffl.distributed.startup.joining import join_store
-from xffl.distributed.startup.meeting import PlaceBook, check_consistent_on_store, meet, wait_for_readers
+from xffl.distributed.startup.meeting import (
+    PlaceBook,
+    check_consistent_on_store,
+    meet,
+    note_meeting_failed,
+    wait_for_readers,
+)
 from xffl.distributed.startup.stores import serve_store
 from xffl.errors import ConfigError, XfflError
 from xffl.topology import Topology
@@ -114,32 +122,49 @@ def isolate(
     before = dict(environ)
     use_interface(ifname)
     place = detect_environment(environ)
-    meeting = meet(place, timeout_s, is_own_address=False, is_patient=False)
-    sizes, place = _agree(meeting, place, federated=federated, timeout_s=timeout_s)
-    store, address = _open_job_store(meeting, place, timeout_s)
-    del meeting  # so that its port is free for a session that comes after this one
-    isolated = IsolatedCell(place.rank, sizes, address)
+    tell_once()
     with ExitStack() as stack:
-        nodes = _gather_nodes(store, place, isolated)
-        if isolated.cell_rank == 0:
-            # Another program that asks for any free port does not get it until the cell's own rank listens there.
-            port = stack.enter_context(held_port())
-            store.set(f"cell/{isolated.cell}", f"{_address_of(place, nodes)} {port}")
-        host, cell_port = store.get(f"cell/{isolated.cell}").decode().split()
-        wait_for_readers(store, place.rank, place.world_size, timeout_s)  # rank 0, whose script may be a short one
-        told = _variables_of(isolated, nodes)
-        told |= _gpus_of(place, isolated, nodes)
-        told |= {"MASTER_ADDR": host, "MASTER_PORT": cell_port, **isolated.variables()}
+        try:
+            isolated, store, told = _meet_in_cells(stack, place, federated=federated, timeout_s=timeout_s)
+        except XfflError as wrong:
+            note_meeting_failed(wrong, place)
+            raise
         for name in _OF_THE_JOB:
             environ.pop(name, None)
         environ.update(told)
         try:
             yield isolated
         finally:
+            del store  # which rank 0 has served until here
             for name in (*told, *_OF_THE_JOB):
                 environ.pop(name, None)
                 if name in before:
                     environ[name] = before[name]
+
+
+def _meet_in_cells(
+    stack: ExitStack, place: ProcessEnvironment, *, federated: Federation | None, timeout_s: float
+) -> tuple[IsolatedCell, Store, dict[str, str]]:
+    """Meet the other ranks of the job; return this rank's place, the store of the job, and the cell's variables.
+
+    The port at which the cell meets is held, by the cell's first rank, until the end of ``stack``.
+    """
+    meeting = meet(place, timeout_s, is_own_address=False, is_patient=False)
+    sizes, place = _agree(meeting, place, federated=federated, timeout_s=timeout_s)
+    store, address = _open_job_store(meeting, place, timeout_s)
+    del meeting  # so that its port is free for a session that comes after this one
+    isolated = IsolatedCell(place.rank, sizes, address)
+    nodes = _gather_nodes(store, place, isolated)
+    if isolated.cell_rank == 0:
+        # Another program that asks for any free port does not get it until the cell's own rank listens there.
+        port = stack.enter_context(held_port())
+        store.set(f"cell/{isolated.cell}", f"{_address_of(place, nodes)} {port}")
+    host, cell_port = store.get(f"cell/{isolated.cell}").decode().split()
+    wait_for_readers(store, place.rank, place.world_size, timeout_s)  # rank 0, whose script may be a short one
+    variables = _variables_of(isolated, nodes)
+    variables |= _gpus_of(place, isolated, nodes)
+    variables |= {"MASTER_ADDR": host, "MASTER_PORT": cell_port, **isolated.variables()}
+    return isolated, store, variables
 
 
 def _agree(
@@ -248,24 +273,31 @@ def _gpus_of(place: ProcessEnvironment, isolated: IsolatedCell, nodes: Sequence[
 
 
 def take_isolated_cell(state: DistributedState, isolated: IsolatedCell) -> None:
-    """Let the world of a state be an isolated cell; collective over its ranks.
+    """Let the world of a state be an isolated cell, and join the ranks of all cells; collective over the job.
 
     :param state: The state of the cell's world.
     :param isolated: The place of this rank in the job.
-    :raises ConfigError: if the world has cells of its own, or other ranks than the cell; on all ranks.
+    :raises ConfigError: if a world has cells of its own, or other ranks than its cell, or replicas of another size than
+        those of another cell; on all ranks.
+    :raises LaunchError: if the other cells do not come.
     """
-    with run_on_all_ranks("isolated cells") as share:
-        topology = state.topology
-        size = isolated.sizes[isolated.cell]
-        if topology.cells > 1 or topology.world_size != size:
-            raise ConfigError(
-                f"this world is cell {isolated.cell} of an isolated federation and is to have its {size} ranks, but it "
-                f"has {topology.cells} cells and {topology.world_size} ranks; leave federated out"
-            )
-        if state.rank != isolated.cell_rank:
-            raise ConfigError(
-                f"rank {isolated.cell_rank} of cell {isolated.cell} has become rank {state.rank} of its world; make "
-                "the process group by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as they are"
-            )
-        share(f"cell {isolated.cell} of {isolated.sizes} at {isolated.store}")
-    set_isolated_cell(state, isolated)
+    group = join_job(isolated, "job", state.timeouts.session_s)
+    try:
+        with run_on_all_ranks("isolated cells", group=group) as share:
+            topology = state.topology
+            size = isolated.sizes[isolated.cell]
+            if topology.cells > 1 or topology.world_size != size:
+                raise ConfigError(
+                    f"this world is cell {isolated.cell} of an isolated federation and is to have its {size} ranks, "
+                    f"but it has {topology.cells} cells and {topology.world_size} ranks; leave federated out"
+                )
+            if state.rank != isolated.cell_rank:
+                raise ConfigError(
+                    f"rank {isolated.cell_rank} of cell {isolated.cell} has become rank {state.rank} of its world; "
+                    "make the process group by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as they are"
+                )
+            share(f"cells of {isolated.sizes} ranks, hsdp={topology.replica_size}")
+    except BaseException:
+        group.close()
+        raise
+    set_isolated_cell(state, isolated, group)

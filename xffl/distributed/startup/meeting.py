@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from xffl.cluster.environment import ProcessEnvironment
-from xffl.cluster.launch.failure import note_alike
+from xffl.cluster.launch.failure import note_alike, note_unmet
 from xffl.cluster.listening import PortHeldError
 from xffl.cluster.network import LOOPBACK, Timeouts, control_address, host_identity
-from xffl.cluster.reaching import await_listener
+from xffl.cluster.reaching import UnansweredError, await_listener
 from xffl.cluster.recognition.claims import Claim
 from xffl.cluster.recognition.placement import place_ranks
 from xffl.costs import format_refusal, own_format
@@ -33,7 +33,14 @@ from xffl.distributed.startup.stores import arrive, has_agents_store, serve_stor
 from xffl.errors import ConfigError, LaunchError, XfflError, public_name
 from xffl.topology import ranks_text
 
-__all__ = ["PlaceBook", "check_consistent_on_store", "meet", "wait_for_readers", "world_store"]
+__all__ = [
+    "PlaceBook",
+    "check_consistent_on_store",
+    "meet",
+    "note_meeting_failed",
+    "wait_for_readers",
+    "world_store",
+]
 
 TELL_AFTER_S = 30.0
 """How long rank 0 waits for the others to meet before it says who has not come"""
@@ -274,6 +281,18 @@ def _await_verdict(store: Store, rank: int, world_size: int, timeout_s: float) -
             file=sys.stderr,
         )
     store.wait(["verdict"], timedelta(seconds=timeout_s - first_s))
+
+
+def note_meeting_failed(error: XfflError, place: ProcessEnvironment) -> None:
+    """Note which rank tells all of an error by which the ranks have not met; nothing in a process that is alone."""
+    rank = place.rank
+    is_speaker = rank == 0
+    if rank and isinstance(error, UnansweredError):
+        # Rank 0 need not know that nobody reaches it, and others may be missing with it: ranks 1, 2, 4, 8 and so on
+        # tell what to do, a few lines in any world.
+        is_speaker = rank & (rank - 1) == 0
+    if place.world_size > 1:
+        note_unmet(error, rank, is_speaker=is_speaker)
 
 
 def wait_for_readers(store: Store, rank: int | None, world_size: int | None, timeout_s: float) -> None:

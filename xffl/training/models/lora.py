@@ -107,7 +107,7 @@ def adapter_state(model: nn.Module) -> dict[str, torch.Tensor]:
 def save_adapters(model: nn.Module, folder: str | os.PathLike[str], state: DistributedState) -> None:
     """Write the adapters alone as a folder that ``peft.PeftModel.from_pretrained`` loads onto the base model.
 
-    Collective over the world: cell 0 gathers, and rank 0 writes ``adapter_model.safetensors`` and
+    Collective over the job: cell 0 gathers, and rank 0 writes ``adapter_model.safetensors`` and
     ``adapter_config.json``; the others wait. A folder of this name is replaced once the new one is finished, if nothing
     else is in it.
 
@@ -123,7 +123,12 @@ def save_adapters(model: nn.Module, folder: str | os.PathLike[str], state: Distr
         return check_path(folder), this_cell(state).number
 
     path, number = run_collectively(
-        "comparing adapters", act=check, path=Path(str(folder)), advice=ADVICE, show=lambda found: str(found[0])
+        "comparing adapters",
+        act=check,
+        path=Path(str(folder)),
+        advice=ADVICE,
+        show=lambda found: str(found[0]),
+        world=state.job_group,
     )
 
     def write() -> None:
@@ -135,8 +140,8 @@ def save_adapters(model: nn.Module, folder: str | os.PathLike[str], state: Distr
             config.inference_mode = True  # what peft writes: loaded adapters are frozen unless asked otherwise
             config.save_pretrained(target)
 
-    with new_folder(path, WRITTEN, is_writer=state.rank == 0) as target:
-        run_collectively("writing adapters", write, path, ADVICE)
+    with new_folder(path, WRITTEN, is_writer=state.is_first_of_job, world=state.job_group) as target:
+        run_collectively("writing adapters", write, path, ADVICE, world=state.job_group)
 
 
 def _adapted(model: nn.Module) -> Any:

@@ -37,6 +37,7 @@ from xffl.aggregation.engine.planning.tensors import tensors_of, ties_of
 from xffl.checkpoint.format import check_path, partial_folder, replace_folder, run_collectively, sync_all, this_cell
 from xffl.checkpoint.opened import OpenFolder, read_again_if_replaced
 from xffl.checks import shorten, shown
+from xffl.distributed.collectives import Group
 from xffl.distributed.consistency import run_on_all_ranks, sum_of_bits
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.sharding import local_tensor, reshard
@@ -100,7 +101,7 @@ _Files = dict[str, dict[str, "FileTensor"]]
 def load_weights(model: nn.Module, folder: str | os.PathLike[str], state: DistributedState) -> None:
     """Fill a sharded model with the weights of a folder.
 
-    Collective over the world. Each rank reads from its own file system the slices that it holds, one tensor at a time,
+    Collective over the job. Each rank reads from its own file system the slices that it holds, one tensor at a time,
     and converts them to the model's data type. Every tensor of the model must be in the files with its shape, and the
     files must hold no others; a tied tensor may be there under any of its names. Nothing moves but names and
     checksums: all cells must have read the same values (:func:`xffl.training.models.weights.agree_on_base`). Adapters
@@ -124,8 +125,10 @@ def load_weights(model: nn.Module, folder: str | os.PathLike[str], state: Distri
                     raise ConfigError(f"folder must be the path of the model's files, got {folder!r}")
                 return _open(model, Path(folder), stack)
 
-            reader = run_collectively("comparing weights", act=check, path=path, advice="nothing was loaded", show=str)
-            run_collectively("reading weights", lambda: _fill(model, reader), path, advice)
+            reader = run_collectively(
+                "comparing weights", act=check, path=path, advice="nothing was loaded", show=str, world=state.job_group
+            )
+            run_collectively("reading weights", lambda: _fill(model, reader), path, advice, world=state.job_group)
 
     read_again_if_replaced(load_one_save)
     agree_on_base(model, state, only_frozen=False)
@@ -294,7 +297,7 @@ def save_pretrained(
 ) -> None:
     """Write a model as a folder that transformers' ``from_pretrained`` reads: safetensors, configuration, generation.
 
-    Collective over the world. The ranks of cell 0 gather one tensor after the other, and rank 0 writes them, so it
+    Collective over the job. The ranks of cell 0 gather one tensor after the other, and rank 0 writes them, so it
     holds at most the tensors of one file; the other cells wait. Adapters are added to the weights that they belong to,
     as ``merge_and_unload`` does; the model stays as it is. A folder of this name is replaced once the new one is
     finished, if nothing else is in it.
@@ -315,23 +318,28 @@ def save_pretrained(
         return f"{made[0]}: {names}"
 
     path, number, base, files = run_collectively(
-        "comparing the model", act=check, path=Path(str(folder)), advice=ADVICE, show=show
+        "comparing the model",
+        act=check,
+        path=Path(str(folder)),
+        advice=ADVICE,
+        show=show,
+        world=state.job_group,
     )
 
     def write() -> None:
         if number == 0:
             _write(model, base, files, target)
 
-    with new_folder(path, WRITTEN, is_writer=state.rank == 0) as target:
-        run_collectively("writing the model", write, path, ADVICE)
+    with new_folder(path, WRITTEN, is_writer=state.is_first_of_job, world=state.job_group) as target:
+        run_collectively("writing the model", write, path, ADVICE, world=state.job_group)
 
 
 @contextmanager
-def new_folder(path: Path, files: Sequence[str], *, is_writer: bool) -> Iterator[Path | None]:
+def new_folder(path: Path, files: Sequence[str], *, is_writer: bool, world: Group | None) -> Iterator[Path | None]:
     """Yield a folder to write into, ``None`` on ranks that do not write; it gets its name once all of it is written.
 
-    Entering and leaving it is collective over the world: each step takes place or fails on all ranks. A folder of this
-    name is replaced if it has only files of these patterns.
+    Entering and leaving it is collective over ``world``, all ranks of the job: each step takes place or fails on all of
+    them. A folder of this name is replaced if it has only files of these patterns.
     """
     with ExitStack() as stack:
 
@@ -347,7 +355,7 @@ def new_folder(path: Path, files: Sequence[str], *, is_writer: bool) -> Iterator
                 )
             return stack.enter_context(partial_folder(path))
 
-        partial = run_collectively("making a folder", begin, path, ADVICE)
+        partial = run_collectively("making a folder", begin, path, ADVICE, world=world)
         yield partial
 
         def publish() -> None:
@@ -355,7 +363,7 @@ def new_folder(path: Path, files: Sequence[str], *, is_writer: bool) -> Iterator
                 sync_all(partial)
                 replace_folder(path)
 
-        run_collectively("naming the folder", publish, path, ADVICE)
+        run_collectively("naming the folder", publish, path, ADVICE, world=world)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -535,7 +543,7 @@ def local_indices(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def agree_on_base(model: nn.Module, state: DistributedState, *, only_frozen: bool = True) -> None:
     """Raise where the cells hold different weights under their adapters.
 
-    Collective over the world; every rank reads its part of the weights once, and one number for each tensor and cell
+    Collective over the job; every rank reads its part of the weights once, and one number for each tensor and cell
     moves. Rounds leave frozen weights where they are, so cells that begin with others would average adapters that
     belong to different models, without any other sign.
 
@@ -544,7 +552,7 @@ def agree_on_base(model: nn.Module, state: DistributedState, *, only_frozen: boo
     :param only_frozen: Whether trainable weights may differ.
     :raises ConfigError: if two cells differ, with the first such tensor; on all ranks alike.
     """
-    with run_on_all_ranks("base models") as share:
+    with run_on_all_ranks("base models", group=state.job_group) as share:
         cell = this_cell(state)
         reshard(model)
         tensors = [one for one in file_tensors(model) if not (only_frozen and one.tensor.requires_grad)]
@@ -553,7 +561,7 @@ def agree_on_base(model: nn.Module, state: DistributedState, *, only_frozen: boo
     if not dist.is_initialized():
         return
     sums = [_checksum(one.tensor) if _counts(one.tensor, cell.place == 0) else 0 for one in tensors]
-    found = find_unequal_cells(torch.tensor(sums, dtype=torch.int64), cell.number, len(cell.sizes))
+    found = find_unequal_cells(torch.tensor(sums, dtype=torch.int64), cell.number, len(cell.sizes), cell.world)
     if found is not None:
         index, others = found
         raise ConfigError(
