@@ -241,10 +241,20 @@ def import_once() -> None:
         import_module(f"transformers.{name}")
 
 
-def train_both_ways(rank: int, world_size: int, folder: str) -> tuple[list[Any], dict[str, list[Any]]]:
+def be_naive(rank: int, world_size: int, port: int, folder: str) -> str:
+    """Be a rank of a script that trains several cells in one world."""
+    from xffl.integrations.transformers import federate
+
+    be_launched(rank, world_size, port)
+    with xffl.session(federated=(1, 1)), pytest.raises(xffl.ConfigError) as refused:
+        federate(make_trainer(folder, make_model()), every=3)
+    return str(refused.value)
+
+
+def train_both_ways(rank: int, world_size: int, folder: str) -> tuple[list[Any], dict[str, list[Any]], list[str]]:
     import_once()
     ranks = {name: run_job(4, be_cell, {"folder": f"{folder}/{name}", **options}) for name, options in CASES.items()}
-    return run_job(4, be_by_hand), ranks
+    return run_job(4, be_by_hand), ranks, run_job(2, be_naive, f"{folder}/naive")
 
 
 def differ(mine: Weights, theirs: Weights) -> float:
@@ -253,7 +263,7 @@ def differ(mine: Weights, theirs: Weights) -> float:
 
 
 def test_a_trainer_trains_what_a_loop_by_hand_trains(tmp_path: Path) -> None:
-    [(by_hand, ranks)] = run_world(1, train_both_ways, str(tmp_path), init=False, timeout_s=280)
+    [(by_hand, ranks, refusals)] = run_world(1, train_both_ways, str(tmp_path), init=False, timeout_s=280)
     for name, options in CASES.items():
         expected = by_hand[0]["adapted" if options.get("is_adapted") else "full"]
         for trained in ranks[name]:
@@ -265,6 +275,9 @@ def test_a_trainer_trains_what_a_loop_by_hand_trains(tmp_path: Path) -> None:
             assert trained["wrapper"].startswith("FSDP" if options.get("is_sharded") else "DistributedDataParallel")
         values = sum(value.numel() for value in expected["weights"].values())
         assert sum(sum(trained["bytes"]) for trained in ranks[name]) == 3 * 2 * 4 * values  # fp32, once from each cell
+    for refused in refusals:
+        assert "default group, which holds all 2 ranks of this job" in refused
+        assert "start with xffl exec --isolate --federated" in refused
 
 
 def kill_at(event: int, folder: str) -> None:
@@ -282,10 +295,10 @@ def kill_at(event: int, folder: str) -> None:
 
 @dataclass(frozen=True)
 class Death:
-    """Which rank dies, before which local step or which change of a checkpoint."""
+    """Which rank dies, before which local step or which change of a checkpoint, or after its last round."""
 
     rank: int = -1
-    moment: Literal["step", "file"] = "step"
+    moment: Literal["step", "file", "end"] = "step"
     number: int = 0
 
 
@@ -300,6 +313,10 @@ def be_mortal(rank: int, world_size: int, port: int, folder: str, death: Death, 
     class Mortality(TrainerCallback):  # type: ignore[misc]
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if dies and death.moment == "step" and state.global_step == death.number:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if dies and death.moment == "end":
                 os.kill(os.getpid(), signal.SIGKILL)
 
     be_launched(rank, world_size, port)
@@ -317,8 +334,8 @@ def be_mortal(rank: int, world_size: int, port: int, folder: str, death: Death, 
         return weights_of(trainer.model_wrapped), steps, kept
 
 
-DEATHS = {Death(0, "step", 5): 2, Death(1, "file", 3): 0, Death(0, "file", 16): 2}
-"""And the step from which the run goes on then, at least: between rounds, in the first save, in the second one."""
+DEATHS = {Death(0, "step", 5): 2, Death(0, "file", 16): 2, Death(1, "end"): 12}
+"""And the step from which the run goes on then, at least: between rounds, in the second save, behind the last step."""
 
 
 def kill_and_start_again(rank: int, world_size: int, folder: str) -> list[list[Any]]:
@@ -338,19 +355,3 @@ def test_a_run_that_was_killed_goes_on_to_the_same_bits(tmp_path: Path) -> None:
             assert from_step >= step
             assert differ(weights, whole[0][0]) == 0.0
             assert kept[-1] == "checkpoint-12"
-
-
-def be_naive(rank: int, world_size: int, port: int, folder: str) -> str:
-    """Be a rank of a script that trains several cells in one world."""
-    from xffl.integrations.transformers import federate
-
-    be_launched(rank, world_size, port)
-    with xffl.session(federated=(1, 1)), pytest.raises(xffl.ConfigError) as refused:
-        federate(make_trainer(folder, make_model()), every=3)
-    return str(refused.value)
-
-
-def test_a_trainer_over_several_cells_is_refused(tmp_path: Path) -> None:
-    for refused in run_world(2, be_naive, free_port(), str(tmp_path), init=False):
-        assert "default group, which holds all 2 ranks of this job" in refused
-        assert "start with xffl exec --isolate --federated" in refused

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Protocol
 
-from torch.distributed import DistStoreError, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistStoreError
 
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.isolated_cell import IsolatedCell
+from xffl.distributed.job_ranks import connect_job_store
 from xffl.errors import LaunchError
 
 __all__ = ["CellNotes", "open_notes"]
@@ -50,10 +50,8 @@ class IsolatedNotes:
     """The notes of isolated cells, at the store of their job."""
 
     def __init__(self, isolated: IsolatedCell, topic: str, timeout_s: float) -> None:
-        host, _, port = isolated.store.rpartition(":")
-        timeout = timedelta(seconds=timeout_s)
         self._isolated = isolated
-        self._store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
+        self._store = connect_job_store(isolated, timeout_s)
         # All ranks open their notes of a topic together, so this number is the same on each of them.
         number = int(self._store.add(f"notes/{topic}/{isolated.rank}", 1))
         self._prefix = f"notes/{topic}/{number}"

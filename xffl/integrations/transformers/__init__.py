@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from xffl.integrations.transformers.federate import federate
+from xffl.integrations.transformers.wrapping import federate
 
 __all__ = ["federate"]

@@ -118,6 +118,8 @@ class TrainerRounds(TrainerCallback):  # type: ignore[misc]
             saved = self._checkpoints.load(self.resumed)
             scaling.load_state_dict(saved["rounds"])
             self._count.restart(float(saved["count"]))
+        if 0 < args.max_steps <= trainer_state.global_step:
+            control.should_training_stop = True  # was killed behind its last step
         scaling.join()  # before the first batch, which Trainer reads before the optimizer steps
 
     def on_step_end(self, args: Any, trainer_state: Any, control: Any, **kwargs: Any) -> None:
@@ -135,7 +137,7 @@ class TrainerRounds(TrainerCallback):  # type: ignore[misc]
             return
         before = 0 if self.resumed is None else self.resumed.meetings
         meetings = before + self._scaling.meetings
-        saved = {"rounds": self._scaling.state_dict(), "count": self._count.read()}
+        saved = {"rounds": self._scaling.state_dict(), "count": self._count.counted()}
         self._checkpoints.save(trainer_state.global_step, meetings, saved)
 
     def on_train_end(self, args: Any, trainer_state: Any, control: Any, **kwargs: Any) -> None:
@@ -154,7 +156,7 @@ class TrainerRounds(TrainerCallback):  # type: ignore[misc]
         aggregator.close()
 
     def _take_count(self) -> float:
-        count = self._count.read()
+        count = self._count.counted()
         self._count.restart(0.0)
         return count
 

@@ -71,7 +71,7 @@ class CellCheckpoints:
         """
         with run_on_all_ranks("checkpoints of this cell") as share:
             share(starts_over)
-            whole = [] if starts_over or self._state.rank else self._find_whole()
+            whole = [] if starts_over or self._state.cell_rank else self._find_whole()
         whole = gather_objects(whole)[0]
         self._notes.write("arguments", arguments)
         self._tell(whole)
@@ -89,7 +89,7 @@ class CellCheckpoints:
             )
         chosen = [checkpoint for checkpoint in whole if checkpoint.meetings == common]
         resumed = chosen[-1] if chosen else None
-        if self._state.rank == 0:
+        if self._state.cell_rank == 0:
             self._unmark_newer(-1 if resumed is None else resumed.step)
         return resumed
 
@@ -118,14 +118,14 @@ class CellCheckpoints:
         ):
             torch.save(rounds, file)
         with run_on_all_ranks("marker of a checkpoint", kinds=(OSError,), convert=_unwritten):
-            if self._state.rank == 0:
+            if self._state.cell_rank == 0:
                 self._mark(folder, step, meetings)
                 whole = self._find_whole()
                 self._tell(whole)
                 self._remove_old(whole)
 
     def _name_of_state(self) -> str:
-        return f"xffl_rounds_{self._state.rank}.pt"
+        return f"xffl_rounds_{self._state.cell_rank}.pt"
 
     def _find_whole(self) -> list[WholeCheckpoint]:
         """Return the cell's whole checkpoints, by step."""

@@ -22,7 +22,7 @@ class BatchCount(Protocol):
     def add(self, batch: Mapping[str, Any]) -> None:
         """Count a batch that is about to be trained on."""
 
-    def read(self) -> float:
+    def counted(self) -> float:
         """Return the count since the last round, which a checkpoint keeps."""
 
     def restart(self, count: float) -> None:
@@ -52,7 +52,7 @@ class TokenCount:
         tokens = labels.ne(IGNORED).sum()
         self._tokens = tokens if self._tokens is None else self._tokens + tokens
 
-    def read(self) -> float:
+    def counted(self) -> float:
         """Return the tokens since the last round."""
         return self._before + (0.0 if self._tokens is None else float(self._tokens.item()))
 
@@ -77,7 +77,7 @@ class SampleCount:
             )
         self._samples += len(tensors[0])
 
-    def read(self) -> float:
+    def counted(self) -> float:
         """Return the samples since the last round."""
         return self._samples
 
@@ -100,7 +100,7 @@ class FixedCount:
         """Note that the cell trains."""
         self._count = self._weight
 
-    def read(self) -> float:
+    def counted(self) -> float:
         """Return the number, if there was a batch since the last round."""
         return self._count
 

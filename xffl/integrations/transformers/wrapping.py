@@ -92,6 +92,7 @@ def federate(
     trainer.args.output_dir = str(Path(trainer.args.output_dir) / f"cell_{state.cell}")
     trainer.add_callback(rounds)
     _count_batches(trainer, count)
+    _make_no_step_too_many(trainer)
     counted = weight if isinstance(weight, str) else "a number"
     _train_in_rounds(trainer, rounds, kept, f"weight={counted}, data={data}, seed={seed}")
     return rounds
@@ -107,6 +108,20 @@ def _count_batches(trainer: Any, count: BatchCount) -> None:
         return training_step(model, inputs, *args, **kwargs)
 
     trainer.training_step = count_and_step
+
+
+def _make_no_step_too_many(trainer: Any) -> None:
+    """Give no batch to a training that is over: Trainer makes one step more when it resumes behind its last one.
+
+    It looks whether it is to stop after each step, and not before the first.
+    """
+    get_batch_samples = trainer.get_batch_samples
+
+    @wraps(get_batch_samples)
+    def get_unless_over(*args: Any, **kwargs: Any) -> Any:
+        return ([], None) if trainer.control.should_training_stop else get_batch_samples(*args, **kwargs)
+
+    trainer.get_batch_samples = get_unless_over
 
 
 def _train_in_rounds(trainer: Any, rounds: TrainerRounds, kept: int | None, arguments: str) -> None:
