@@ -13,6 +13,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 RANK = str(HERE / "exec_rank.py")
+ISOLATED = str(HERE / "isolated_rank.py")
 SESSION = str(HERE / "exec_session.py")
 LAYOUT = str(HERE / "layout.py")
 XFFL = [sys.executable, "-m", "xffl"]
@@ -61,6 +62,22 @@ def finish(process: subprocess.Popen[str], deadline_s: float = DEADLINE_S) -> En
 def seconds_since_one_left(out: str) -> float:
     """Seconds since the lost rank of ``exec_session.py`` went: how long the others and the launcher took to end."""
     return time.time() - float(out.split("leaves at ")[1].split()[0])
+
+
+def check_isolated(folder: Path, sizes: tuple[int, ...]) -> list[dict[str, Any]]:
+    """Read what the ranks of ``isolated_rank.py`` wrote, and check what does not depend on who has started them."""
+    ranks = told(folder, sum(sizes))
+    first = 0
+    for cell, size in enumerate(sizes):
+        of_cell = ranks[first : first + size]
+        assert [one["cell"] for one in of_cell] == [[cell, len(sizes), rank, size] for rank in range(size)]
+        assert [one["RANK"] for one in of_cell] == [str(rank) for rank in range(size)]
+        assert {one["sum"] for one in of_cell} == {float(sum(range(first, first + size)))}, "the cell is the world"
+        first += size
+    mean = sum(range(len(sizes))) / len(sizes)
+    assert all(one["weights"] == [mean, mean] for one in ranks), "the round has crossed"
+    assert all(one["SLURM_PROCID"] is None for one in ranks), "frameworks would take it for the rank"
+    return ranks
 
 
 def told(folder: Path, ranks: int) -> list[dict[str, Any]]:

@@ -10,10 +10,12 @@ from tests.cluster.exec_jobs import (
     ALIKE,
     FOLDER,
     HOSTILE,
+    ISOLATED,
     OWN_ERROR,
     RANK,
     SESSION,
     XFFL,
+    check_isolated,
     finish,
     seconds_since_one_left,
     start,
@@ -41,6 +43,13 @@ def test_arguments_and_folder_survive(mpi: Mpi, tmp_path: Path) -> None:
     names = {f"rank_0000{rank}_cell_{rank // 3}.log" for rank in range(4)}
     assert {file.name for file in (folder / "logs").iterdir()} == names
     assert "hello from 3\n" in (folder / "logs" / "rank_00003_cell_1.log").read_text()
+
+
+def test_isolated_cells(mpi: Mpi, tmp_path: Path) -> None:
+    command = [*mpi.command(3), *XFFL, "exec", "--isolate", "--federated", "2,1", ISOLATED, str(tmp_path)]
+    code, _, err = finish(start(command, mpi.environ, tmp_path))
+    assert code == 0, err
+    check_isolated(tmp_path, (2, 1))
 
 
 def test_what_does_not_fit(mpi: Mpi, tmp_path: Path) -> None:

@@ -19,11 +19,13 @@ from tests.cluster.exec_jobs import (
     DEADLINE_S,
     FOLDER,
     HOSTILE,
+    ISOLATED,
     LAYOUT,
     OWN_ERROR,
     RANK,
     SESSION,
     XFFL,
+    check_isolated,
     finish,
     seconds_since_one_left,
     start,
@@ -34,6 +36,7 @@ from tests.processes import still_there
 REPO = Path(__file__).parents[2]
 THREE = ["salloc", "-Q", "-N3", "-w", "a1,a2,b1", "--ntasks-per-node=1"]
 EXEC = [*XFFL, "exec"]
+TWO_NODES = ["-N2", "-n3", "-w", "a1,b1"]
 LIMIT_S = 30
 
 
@@ -291,6 +294,15 @@ def test_under_srun_each_process_is_a_rank(slurm: dict[str, str], tmp_path: Path
     code, _, err = finish(start(["srun", "-K", *step[1:], RANK, str(tmp_path), "lost", "2"], slurm, tmp_path))
     assert code != 0 and "Traceback" not in err
     assert "xffl: rank 2 lost another rank: RuntimeError: [gloo] Connection closed by peer" in err
+
+
+@pytest.mark.parametrize("start_by", [["salloc", "-Q", *TWO_NODES, *EXEC], ["srun", *TWO_NODES, *EXEC]])
+def test_nodes_as_isolated_cells(start_by: list[str], slurm: dict[str, str], tmp_path: Path) -> None:
+    isolated = [*start_by, "--isolate", "--federated", "2,1", ISOLATED, str(tmp_path)]
+    code, _, err = finish(start(isolated, slurm, tmp_path))
+    assert code == 0, err
+    ranks = check_isolated(tmp_path, (2, 1))
+    assert [(one["LOCAL_RANK"], one["LOCAL_WORLD_SIZE"]) for one in ranks] == [("0", "2"), ("1", "2"), ("0", "1")]
 
 
 def test_replica_groups_are_steps_of_a_job(slurm: dict[str, str], tmp_path: Path) -> None:

@@ -15,7 +15,20 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.conftest import require
-from tests.cluster.exec_jobs import DEADLINE_S, FOLDER, HOSTILE, LAYOUT, RANK, SESSION, XFFL, finish, start, told
+from tests.cluster.exec_jobs import (
+    DEADLINE_S,
+    FOLDER,
+    HOSTILE,
+    ISOLATED,
+    LAYOUT,
+    RANK,
+    SESSION,
+    XFFL,
+    check_isolated,
+    finish,
+    start,
+    told,
+)
 from tests.ports import free_ports
 from tests.processes import still_there
 
@@ -55,6 +68,12 @@ def test_arguments_and_folder_survive(ssh: dict[str, str], tmp_path: Path) -> No
         assert one["argv"] == words and one["cwd"] == str(folder) and one["rank"] == rank
         assert (one["XFFL_FEDERATED"], one["XFFL_HSDP"], one["XFFL_RUNNER"]) == ("2,1", "1", None)
         assert (one["XFFL_HOST"], one["node"], one["MASTER_ADDR"]) == ([A, A, B][rank], [0, 0, 1][rank], A)
+
+
+def test_hosts_as_isolated_cells(ssh: dict[str, str], tmp_path: Path) -> None:
+    code, _, err = finish(start([*TWO, "--isolate", ISOLATED, str(tmp_path)], ssh, tmp_path))
+    assert code == 0, err
+    check_isolated(tmp_path, (2, 1))
 
 
 def test_two_jobs_at_once(ssh: dict[str, str], tmp_path: Path) -> None:

@@ -51,7 +51,12 @@ import os
 import sys
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DistributedSampler
 import xffl
 
 dist.init_process_group("gloo")
@@ -65,9 +70,20 @@ with xffl.FederatedScaling(model, optimizer, state, every=2, algorithm="diloco")
         model(torch.full((1, 3), state.data_place.rank + 1.0)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
+# Sharded by FSDP2, with a sampler and a checkpoint of torch's own, over the default group as frameworks use it.
+samples = list(DistributedSampler(range(2 * dist.get_world_size()), shuffle=False))
+sharded = fully_shard(nn.Linear(4, 2), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+nn.init.constant_(sharded.weight, 1.0 + state.cell)
+xffl.Aggregator(sharded, state).aggregate()
+saved = get_model_state_dict(sharded)
+dcp.save(saved, checkpoint_id=f"cell_{state.cell}")
+nn.init.zeros_(sharded.weight)
+dcp.load(saved, checkpoint_id=f"cell_{state.cell}")
+whole = sharded.weight.full_tensor().tolist()
 told = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
 told |= {"words": sys.argv[1:], "cell": [state.cell, state.cells, state.cell_rank, state.cell_size]}
 told |= {"ranks": dist.get_world_size(), "rounds": scaling.aggregator.rounds}
+told |= {"samples": samples, "whole": whole}
 told["sum"] = float(model.module.weight.detach().sum())
 with open(f"told_{state.data_place.rank}.json", "w") as file:
     json.dump(told, file)
@@ -239,13 +255,18 @@ def test_isolated_cells_stop_after_the_same_round(tmp_path: Path) -> None:
         assert resumed == whole
 
 
+def run_isolated(launcher: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run the script of a folder with a cell of one rank and one of two."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("XFFL_", "TORCHELASTIC"))}
+    environ = {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [*launcher, "--isolate", "--federated", "1,2", "train.py", "--every", "2"]
+    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=240, check=False)
+
+
 @pytest.mark.parametrize("launcher", [["-m", "xffl", "exec", "--processes", "3"], TORCHRUN])
 def test_a_framework_sees_its_cell_alone(launcher: list[str], tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("XFFL_", "TORCHELASTIC"))}
-    environ = {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *launcher, "--isolate", "--federated", "1,2", "train.py", "--every", "2"]
-    ran = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=240, check=False)
+    ran = run_isolated([sys.executable, *launcher], tmp_path)
     assert ran.returncode == 0, ran.stderr
     told = [json.loads((tmp_path / f"told_{rank}.json").read_text()) for rank in range(3)]
     assert [one["cell"] for one in told] == [[0, 2, 0, 1], [1, 2, 0, 2], [1, 2, 1, 2]]
@@ -256,6 +277,18 @@ def test_a_framework_sees_its_cell_alone(launcher: list[str], tmp_path: Path) ->
         assert [int(one[name]) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")] == [cell_size] * 2
         assert (one["ranks"], one["rounds"]) == (cell_size, 2)
         assert one["sum"] == told[0]["sum"]
+        assert one["samples"] == list(range(cell_rank, 2 * cell_size, cell_size))
+        assert one["whole"] == [[1.5] * 4] * 2
+
+
+def test_the_rank_of_a_cell_that_fails_is_told_by_its_number_in_the_job(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import os\nif os.environ['RANK'] == '1':\n    raise KeyError('mine')\n")
+    ran = run_isolated([sys.executable, "-m", "xffl", "exec", "--processes", "3"], tmp_path)
+    assert ran.returncode == 1
+    first, second, *_ = lines = ran.stderr.splitlines()
+    assert first == "Traceback (most recent call last):"
+    assert second == f'  File "{tmp_path / "train.py"}", line 3, in <module>', "none of what has started the script"
+    assert lines[-1] == "xffl: rank 2 (cell 1) failed with KeyError: 'mine'; all other ranks were stopped"
 
 
 def wrap_later(rank: int, world_size: int, port: int) -> list[str]:

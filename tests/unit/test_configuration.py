@@ -399,6 +399,7 @@ callbacks:
 
 WRONG_FILES = [
     ("training:\n  epoch: 3\n", "training.epoch @2 is unknown; did you mean training.epochs?"),
+    ("launch: {isolate: true}", "launch.isolate @1 is unknown; the trainer of a configuration keeps its cells apart"),
     ("trainin: {epochs: 3}", "trainin @1 is unknown; did you mean training?"),
     ("epochs: 3", "epochs @1 is unknown; did you mean training.epochs?"),
     ("optimizer: {lrr: 3}", "optimizer.lrr @1 is unknown; did you mean optimizer.lr?"),

@@ -142,11 +142,16 @@ def test_a_command_whose_ranks_have_met_tells_their_error_once(
 
 
 @pytest.mark.parametrize(
-    ("told", "text"), [(False, "since of rank 2 (cell 1), which was killed"), (True, "rank 2 ended first, with KeyE")]
+    ("told", "has_worlds", "text"),
+    [
+        (False, False, "since of rank 2 (cell 1), which was killed"),
+        (True, False, "rank 2 ended first, with KeyE"),
+        (True, True, "rank 2 of the job, which is rank 0 of cell 1, ended first, with KeyE"),
+    ],
 )
-def test_ranks_that_are_left_name_the_one_that_is_gone(told: bool, text: str) -> None:
+def test_ranks_that_are_left_name_the_one_that_is_gone(told: bool, has_worlds: bool, text: str) -> None:
     store = HashStore()
-    worlds = [JoinedWorld(store, rank, 3, Topology(3, (2, 1))) for rank in range(3)]
+    worlds = [JoinedWorld(store, rank, 3, Topology(3, (2, 1)), has_worlds=has_worlds) for rank in range(3)]
     if told:
         tell_failure(KeyError("a"), worlds[2])
     errors = [RuntimeError("[gloo/transport/tcp/pair.cc:537] Connection closed by peer [127.0.0.1]") for _ in range(2)]

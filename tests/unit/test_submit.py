@@ -394,10 +394,17 @@ def test_mistakes_are_told_before_the_queue(project: Path, capsys: pytest.Captur
         (["config.yaml", "--follow", "--no-follow"], "--follow and --no-follow are both given"),
         (["config.yaml", "--title"], "--title on the command line has no value"),
         (["nowhere.py"], "script 'nowhere.py' does not exist"),
+        (["--isolate", "config.yaml"], "--isolate is for scripts whose cells are one job"),
         ([], "no file is given"),
     ):
         assert message in dry(capsys, *words, code=2)
     assert "--signal" not in dry(capsys, "config.yaml", "--slurm.signal_s", "null")
+
+
+def test_isolated_cells_are_those_of_the_script(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--slurm.nodes=1", "--slurm.tasks_per_node=4", "submit_train.py", "--isolate"]
+    (command_line,) = commands(dry(capsys, "--isolate", "--federated=2,2", *words))
+    assert command_line[-4:] == ["--federated=2,2", "--isolate", "submit_train.py", "--isolate"]
 
 
 # A job for each cell --------------------------------------------------------------------------------------------------

@@ -14,11 +14,16 @@ def run_isolated(command: Sequence[str]) -> None:
 
     :param command: The words behind ``python``.
     """
+    from xffl.cluster.launch.failure import note_end
     from xffl.cluster.launch.runner import run_script
     from xffl.distributed.startup.isolation import isolate
 
     with isolate():
-        run_script(command)
+        try:
+            run_script(command)
+        except Exception as error:
+            note_end(error)  # while the environment still tells where the other cells are
+            raise
 
 
 def main() -> None:

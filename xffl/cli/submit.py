@@ -38,8 +38,15 @@ __all__ = ["build_parser", "join_elastic", "run"]
 
 _PROGRAM = str(Path(xffl.__file__).with_name("__main__.py"))
 """What a job runs: by its path, since ``python -m`` looks for Python's own modules in the job's folder first."""
-_PASSED_ON = ("federated", "hsdp", "require_cells", "log_dir", "merge")  # options that are those of xffl exec
-_FLAGS = ("--dry-run", "--follow", "--no-follow", "--cancel-on-interrupt", "--merge")
+_PASSED_ON = (
+    "federated",
+    "hsdp",
+    "require_cells",
+    "log_dir",
+    "merge",
+    "isolate",
+)  # options that are those of xffl exec
+_FLAGS = ("--dry-run", "--follow", "--no-follow", "--cancel-on-interrupt", "--merge", "--isolate")
 _VALUES = ("--template", "--federated", "--hsdp", "--require-cells", "--log-dir", "--elastic", "--cells", "--cell")
 
 _EXAMPLES = f"""\
@@ -88,6 +95,8 @@ def build_parser() -> ArgumentParser:
     parser.add_argument("--cell", type=int, metavar="C", help=cell)
     parser.add_argument("--log-dir", type=str, metavar="DIR", help="write a file for each rank, as for xffl exec")
     parser.add_argument("--merge", action="store_true", help="put cell and rank before each line, as for xffl exec")
+    isolate = "make each cell of a script torch.distributed's default group, as for xffl exec"
+    parser.add_argument("--isolate", action="store_true", help=isolate)
     for one in dataclasses.fields(SlurmConfig):
         # Texts: they are read with the configuration, as those behind it are.
         parser.add_argument(f"--slurm.{one.name}", type=str, help=argparse.SUPPRESS)
@@ -136,6 +145,11 @@ def run(options: Namespace) -> int:
         for name in ("cells", "cell"):
             if options[name] is not None:
                 raise ConfigError(f"--{name} {options[name]} is for the jobs of an elastic run; give --elastic, too")
+    if options.isolate and (is_configuration or options.elastic is not None):
+        raise ConfigError(
+            "--isolate is for scripts whose cells are one job; the trainer of a configuration keeps its cells apart in "
+            "one world, and with --elastic each cell is a job, and so a world of its own, already: leave --isolate out"
+        )
     template = submit.find_template(options.template)
     planned = (_plan_configuration if is_configuration else _plan_script)(file, words, options)
     scripts = [submit.render_script(slurm, job, template) for job, slurm in planned]

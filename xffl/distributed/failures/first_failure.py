@@ -43,6 +43,8 @@ class JoinedWorld:
     size: int
     topology: Topology | None = None
     """Which rank is in which cell, where that is known"""
+    has_worlds: bool = False
+    """Whether each cell is a world of its own, in which ranks have other numbers than here"""
 
 
 def tell_failure(error: BaseException, world: JoinedWorld) -> None:
@@ -69,7 +71,7 @@ def _name_first(error: BaseException, world: JoinedWorld) -> None:
     if world.store.check([_FIRST]):
         rank, what = json.loads(world.store.get(_FIRST).decode())
         if rank != world.rank:
-            note_first(error, f"rank {rank} ended first, with {what}")
+            note_first(error, f"{_place_of(rank, world)} ended first, with {what}")
     elif silent:
         # Some of several may only wait for a rank that has not left yet, and have lost nobody.
         which = "which was" if len(silent) == 1 else "one of which was"
@@ -101,6 +103,14 @@ def _find_silent(world: JoinedWorld) -> tuple[int, ...]:
             return ()
         time.sleep(_POLL_S)
     return tuple(rank for rank in json.loads(store.get(_SILENT).decode()) if rank != world.rank)
+
+
+def _place_of(rank: int, world: JoinedWorld) -> str:
+    """Write which rank this is, also in its cell where that is a world of its own."""
+    if world.topology is None or not world.has_worlds:
+        return f"rank {rank}"
+    cell = world.topology.cell_of(rank)
+    return f"rank {rank} of the job, which is rank {rank - world.topology.offsets[cell]} of cell {cell},"
 
 
 def _named(ranks: Sequence[int], world: JoinedWorld) -> str:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from types import TracebackType
 
 import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from xffl.cluster.launch.failure import (
     describe_failure,
@@ -24,7 +25,10 @@ from xffl.cluster.launch.failure import (
     line_of,
     note_failure,
 )
+from xffl.cluster.reaching import connection_error
 from xffl.distributed.failures.first_failure import JoinedWorld, tell_failure
+from xffl.distributed.isolated_cell import read_isolated_cell
+from xffl.distributed.job_ranks import connect_job_store
 from xffl.errors import XfflError
 from xffl.topology import Topology
 
@@ -62,13 +66,31 @@ def note_end(error: BaseException, topology: Topology | None = None) -> None:
     first; and ranks that raise the same error of xffl find out who of them tells it.
     """
     note_failure(error)
-    if is_noted_alike(error) or (world := _world() or _last_world()) is None:
+    if is_noted_alike(error):
         return
-    world = replace(world, topology=topology)
+    world = _job() or _world() or _last_world()
+    if world is None:
+        return
+    if world.topology is None:
+        world = replace(world, topology=topology)
     # A thread of its own: a store whose host has stopped would keep the caller, and so its end, waiting.
     asking = threading.Thread(target=tell_failure, args=[error, world], daemon=True)
     asking.start()
     asking.join(_ASK_S)
+
+
+def _job() -> JoinedWorld | None:
+    """Return the ranks of all cells, while this process is in the world of an isolated one; ``None`` elsewhere."""
+    isolated = read_isolated_cell() if dist.is_initialized() else None
+    # torch writes lines of its own about a store that has gone.
+    if isolated is None or connection_error(*isolated.store.rsplit(":", 1), _ASK_S) is not None:
+        return None
+    try:
+        store = connect_job_store(isolated, _ASK_S)
+    except RuntimeError:  # it has gone with rank 0
+        return None
+    topology = Topology(sum(isolated.sizes), isolated.sizes)
+    return JoinedWorld(PrefixStore("failures", store), isolated.rank, topology.world_size, topology, has_worlds=True)
 
 
 def _world() -> JoinedWorld | None:

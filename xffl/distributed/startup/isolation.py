@@ -26,7 +26,7 @@ from xffl.cluster.environment import (
 from xffl.cluster.hosts import reachable_address
 from xffl.cluster.launch.affinity import visible_gpus
 from xffl.cluster.launch.launch import held_port
-from xffl.cluster.network import LOOPBACK, control_address, is_loopback, use_interface
+from xffl.cluster.network import LOOPBACK, control_address, use_interface
 from xffl.cluster.recognition.launchers import torchrun_variables
 from xffl.cluster.sizes import Federation, read_federation
 from xffl.distributed.consistency import run_on_all_ranks
@@ -220,7 +220,7 @@ def _open_job_store(meeting: Store, place: ProcessEnvironment, timeout_s: float)
     else:
         address = meeting.get("isolated").decode()
         host, _, port = address.rpartition(":")
-        store = join_store(host, int(port), None, timeout_s, is_local=is_loopback(host))
+        store = join_store(host, int(port), None, timeout_s, is_local=False)
     if store.add("joined", 1) == place.world_size:
         store.set("all_joined", "")
     store.wait(["all_joined"], timeout)

@@ -60,6 +60,11 @@ PLAIN = (bool, int, float, str)
 LISTS = (list, tuple, collections.abc.Sequence, collections.abc.Iterable, collections.abc.Collection)
 MAPPINGS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
 SETS = (set, frozenset, collections.abc.Set)
+REFUSED = {
+    "launch.isolate": "the trainer of a configuration keeps its cells apart in one world, where it compares their "
+    "metrics; isolated cells are for scripts: xffl exec --isolate --federated 4,4 train.py"
+}
+"""Keys that somebody may look for, and why there are none"""
 
 # YAML -----------------------------------------------------------------------------------------------------------------
 
@@ -431,6 +436,7 @@ class Settings:
     def _unknown(self, path: Path, source: Source, keys: Mapping[str, Key], above: Path = ()) -> ConfigError:
         near = _nearest(keys, path[len(above) :])
         hint = f"did you mean {'.'.join((*above, near))}?" if near else f"there are: {', '.join(keys)}"
+        hint = REFUSED.get(".".join(path), hint)
         return ConfigError(f"{'.'.join(path)} {source.place(path)} is unknown; {hint}")
 
     def _plain(self, path: Path, key: Key) -> Any:
