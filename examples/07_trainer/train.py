@@ -66,6 +66,7 @@ def main() -> None:
         save_total_limit=2,
         report_to=[],
         disable_tqdm=True,
+        use_cpu=not torch.cuda.is_available(),  # without GPUs and without this, Trainer trains each rank by itself
         ddp_find_unused_parameters=False,
     )
     trainer = Trainer(model=model, args=args, train_dataset=Text(2000, 64))
