@@ -7,14 +7,19 @@ import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
+import torch
 
 from tests.chaos.inputs.parser import Parser, command
 from tests.chaos.inputs.parsers_planning import words_of
 from tests.unit.test_run_report import run_files
 from xffl.aggregation.algorithms.registry import resolve_algorithm
 from xffl.aggregation.compression import codec_of
+from xffl.distributed.cell_notes import LoneNotes
+from xffl.integrations.transformers.checkpoints import CellCheckpoints, WholeCheckpoint
 from xffl.naming import Writer
 from xffl.training.data.partition import Partition, quantity
 from xffl.training.data.tokens import CharacterTokenizer, TokenDataset, write_tokens
@@ -152,6 +157,33 @@ def read_codec(content: bytes, folder: Path) -> None:
     codec_of(content.decode("utf-8", errors="replace"))
 
 
+def own_checkpoints(folder: Path) -> CellCheckpoints:
+    """Return the checkpoints that a Trainer has saved in the folder, with nothing in them but what federate adds."""
+    state: Any = SimpleNamespace(cell=0, cells=1, cell_rank=0, cell_size=1)
+    return CellCheckpoints(folder, state, LoneNotes(), None)
+
+
+def marker_examples(folder: Path) -> list[bytes]:
+    (folder / "checkpoint-2").mkdir(exist_ok=True)
+    own_checkpoints(folder).save(2, 1, {"rounds": {"since": 1, "values": torch.ones(3)}, "count": 2.0})
+    return [(folder / "checkpoint-2" / "xffl_cell.json").read_bytes()]
+
+
+def read_marker(content: bytes, folder: Path) -> None:
+    (folder / "checkpoint-2" / "xffl_cell.json").write_bytes(content)
+    own_checkpoints(folder).agree("", starts_over=False)
+
+
+def rounds_examples(folder: Path) -> list[bytes]:
+    marker_examples(folder)
+    return [(folder / "checkpoint-2" / "xffl_rounds_0.pt").read_bytes()]
+
+
+def read_rounds(content: bytes, folder: Path) -> None:
+    (folder / "checkpoint-2" / "xffl_rounds_0.pt").write_bytes(content)
+    own_checkpoints(folder).load(WholeCheckpoint(folder / "checkpoint-2", 2, 1))
+
+
 PARSERS = (
     Parser("records: JSON lines", "lines", lambda folder: records("metrics/cell_0.jsonl"), cut_records),
     Parser("records: CSV", "text", table_examples, cut_table),
@@ -166,4 +198,6 @@ PARSERS = (
     Parser("vocabulary", "json", vocabulary_examples, read_vocabulary),
     Parser("tokens: description", "json", token_examples, read_description),
     Parser("tokens: array", "bytes", array_examples, read_tokens),
+    Parser("federate: marker", "json", marker_examples, read_marker),
+    Parser("federate: rounds", "bytes", rounds_examples, read_rounds),
 )

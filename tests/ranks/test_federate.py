@@ -1,0 +1,357 @@
+"""One line in a Trainer's script: what it trains, killed and started again, too, is what a loop by hand trains."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from itertools import count
+from pathlib import Path
+from pydoc_data import topics
+from typing import Any, Literal, NoReturn
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import Dataset
+
+import xffl
+from tests.ports import free_port
+from tests.worlds import be_launched, run_world
+from xffl.distributed.startup.isolation import enter_isolation
+from xffl.training.data.partition import iid
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+pytest.importorskip("peft")
+
+STEPS = 12
+EVERY = 4
+ROWS = 4
+LENGTH = 32
+SAMPLES = 400
+SIZES = (2, 2)
+Weights = dict[str, torch.Tensor]
+
+
+class Text(Dataset[dict[str, torch.Tensor]]):
+    """Bytes of the Python manual; the last ones of each third row are padding."""
+
+    def __init__(self) -> None:
+        text = "\n".join(topics.topics.values()).encode()[: SAMPLES * LENGTH]
+        self._bytes = torch.tensor(list(text)).view(SAMPLES, LENGTH)
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        labels = self._bytes[index].clone()
+        if index % 3 == 0:
+            labels[index % LENGTH :] = -100
+        return {"input_ids": self._bytes[index], "labels": labels}
+
+
+def make_model(seed: int = 0, *, is_adapted: bool = False) -> Any:
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+    )
+    model = LlamaForCausalLM(config)
+    torch.manual_seed(seed)
+    if is_adapted:
+        return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+    if seed:
+        nn.init.normal_(model.lm_head.weight)  # a cell that does not begin as cell 0 does
+    return model
+
+
+def run_job(world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    """Be a launcher of ranks that are forked, so that what took seconds to import is there; return what each returned.
+
+    As a launcher does, it kills the others when a rank has died; one that was killed has returned nothing.
+    """
+    port = free_port()
+    with tempfile.TemporaryDirectory() as folder:
+        results = [Path(folder, str(rank)) for rank in range(world_size)]
+        running = {}
+        for rank, result in enumerate(results):
+            process = os.fork()
+            if process == 0:
+                be_forked(result, partial(fn, rank, world_size, port, *args))
+            running[process] = rank
+        while running:
+            process, status = os.wait()
+            running.pop(process, None)
+            for other in running if status else ():
+                os.kill(other, signal.SIGKILL)
+        return [pickle.loads(result.read_bytes()) if result.exists() else None for result in results]
+
+
+def be_forked(result: Path, run: Callable[[], Any]) -> NoReturn:
+    """Be a rank in a process that was forked, and end it."""
+    status = 1
+    try:
+        result.write_bytes(pickle.dumps(run()))
+        status = 0
+    except BaseException:  # noqa: BLE001 - this process goes no further
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def make_trainer(folder: str, model: Any, *, is_sharded: bool = False, **given: Any) -> Any:
+    from accelerate.state import DistributedType, PartialState
+    from transformers import Trainer, TrainingArguments
+
+    if is_sharded:
+        plan = {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
+        given |= {"fsdp": True, "fsdp_config": {**plan, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}}
+    options: dict[str, Any] = {
+        "use_cpu": True,
+        "per_device_train_batch_size": ROWS,
+        "gradient_accumulation_steps": 2,
+        "max_steps": STEPS,
+        "learning_rate": 3e-3,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 2,
+        "logging_steps": 4,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "train_sampling_strategy": "sequential",
+        "seed": 1,
+    }
+    args = TrainingArguments(output_dir=folder, **{**options, **given})
+    if is_sharded:
+        # accelerate leaves FSDP out on CPUs without a word; with the type of GPUs it does not.
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    return Trainer(model=model, args=args, train_dataset=Text())
+
+
+def weights_of(model: nn.Module) -> Weights:
+    """Return the whole weights, under the names of the model without wrappers; collective over the cell."""
+    bare = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    whole: dict[str, Any] = {name: value for name, value in bare.named_parameters() if value.requires_grad}
+    return {
+        name: (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone()
+        for name, value in whole.items()
+    }
+
+
+def train(folder: str, *, is_adapted: bool = False, is_sharded: bool = False, **options: Any) -> dict[str, Any]:
+    """Be a rank of a Trainer's script, with one line more."""
+    from xffl.integrations.transformers import federate
+
+    cell = int(os.environ["XFFL_ISOLATED"].split()[0]) // SIZES[0]
+    model = make_model(cell, is_adapted=is_adapted)
+    trainer = make_trainer(folder, model, is_sharded=is_sharded)
+    rounds = federate(trainer, every=EVERY, **options)
+    trainer.train()
+    log = [line for line in trainer.state.log_history if "xffl/round" in line]
+    return {
+        "weights": weights_of(trainer.model_wrapped),
+        "counts": [report.weights for report in rounds.reports],
+        "bytes": [report.bytes_across for report in rounds.reports],
+        "logged": [(line["step"], line["xffl/round"], line["xffl/cells"]) for line in log],
+        "losses": sum("loss" in line for line in trainer.state.log_history),
+        "wrapper": type(trainer.model_wrapped).__name__,
+    }
+
+
+def train_by_hand(*, is_adapted: bool = False) -> dict[str, Any]:
+    """Do with xffl alone what Trainer does: a loss over the tokens of the cell's whole step, clipping, cosine."""
+    from transformers import get_scheduler
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    reports: list[xffl.RoundReport] = []
+    counted: list[int] = []
+
+    def take() -> float:
+        tokens = sum(counted)
+        counted.clear()
+        return float(tokens)
+
+    with xffl.session(federated=SIZES) as state:
+        data = Text()
+        part = iid(SAMPLES, 2).parts[state.cell].tolist()
+        batches = [part[start : start + ROWS] for start in range(0, len(part), ROWS)][state.cell_rank :: SIZES[0]]
+        model = xffl.shard(make_model(is_adapted=is_adapted), state, wrap=(LlamaDecoderLayer,))
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3, weight_decay=0.0)
+        schedule = get_scheduler("cosine", optimizer, num_warmup_steps=2, num_training_steps=STEPS)
+        with xffl.FederatedScaling(model, optimizer, state, every=EVERY, weight=take, on_round=reports.append):
+            for step in range(STEPS):
+                samples = [[data[index] for index in batches[2 * step + turn]] for turn in range(2)]
+                inputs = [torch.stack([sample["input_ids"] for sample in batch]) for batch in samples]
+                labels = [torch.stack([sample["labels"] for sample in batch])[:, 1:] for batch in samples]
+                counted.append(sum(int(batch.ne(-100).sum()) for batch in labels))
+                total = torch.tensor(float(counted[-1]))
+                dist.all_reduce(total, group=state.federation)
+                for batch, wanted in zip(inputs, labels, strict=True):
+                    logits = model(input_ids=batch).logits[:, :-1].flatten(0, 1)
+                    loss = nn.functional.cross_entropy(logits, wanted.flatten(), reduction="sum")
+                    (loss / total * SIZES[0]).backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+        return {"weights": weights_of(model), "counts": [report.weights for report in reports]}
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "fsdp": {"is_sharded": True},
+    "lora": {"is_adapted": True, "is_sharded": True},
+}
+
+
+def be_by_hand(rank: int, world_size: int, port: int) -> dict[str, dict[str, Any]]:
+    be_launched(rank, world_size, port)
+    return {"full": train_by_hand(), "adapted": train_by_hand(is_adapted=True)}
+
+
+def be_cell(rank: int, world_size: int, port: int, options: dict[str, Any]) -> dict[str, Any]:
+    be_launched(rank, world_size, port)
+    with enter_isolation(SIZES):
+        return train(**options)
+
+
+def import_once() -> None:
+    """Import what the ranks would import each by itself."""
+    import_module("peft")
+    for name in ("trainer", "models.llama.modeling_llama", "training_args"):
+        import_module(f"transformers.{name}")
+
+
+def be_naive(rank: int, world_size: int, port: int, folder: str) -> str:
+    """Be a rank of a script that trains several cells in one world."""
+    from xffl.integrations.transformers import federate
+
+    be_launched(rank, world_size, port)
+    with xffl.session(federated=(1, 1)), pytest.raises(xffl.ConfigError) as refused:
+        federate(make_trainer(folder, make_model()), every=3)
+    return str(refused.value)
+
+
+def train_both_ways(rank: int, world_size: int, folder: str) -> tuple[list[Any], dict[str, list[Any]], list[str]]:
+    import_once()
+    ranks = {name: run_job(4, be_cell, {"folder": f"{folder}/{name}", **options}) for name, options in CASES.items()}
+    return run_job(4, be_by_hand), ranks, run_job(2, be_naive, f"{folder}/naive")
+
+
+def differ(mine: Weights, theirs: Weights) -> float:
+    assert list(mine) == list(theirs)
+    return max(float((mine[name] - theirs[name]).abs().max()) for name in mine)
+
+
+def test_a_trainer_trains_what_a_loop_by_hand_trains(tmp_path: Path) -> None:
+    [(by_hand, ranks, refusals)] = run_world(1, train_both_ways, str(tmp_path), init=False, timeout_s=280)
+    for name, options in CASES.items():
+        expected = by_hand[0]["adapted" if options.get("is_adapted") else "full"]
+        for trained in ranks[name]:
+            assert differ(trained["weights"], ranks[name][0]["weights"]) == 0.0
+            assert differ(trained["weights"], expected["weights"]) < 1e-6, name
+            assert trained["counts"] == expected["counts"]
+            assert trained["logged"] == [(4, 1, 2), (8, 2, 2), (12, 3, 2)]
+            assert trained["losses"] == 3
+            assert trained["wrapper"].startswith("FSDP" if options.get("is_sharded") else "DistributedDataParallel")
+        values = sum(value.numel() for value in expected["weights"].values())
+        assert sum(sum(trained["bytes"]) for trained in ranks[name]) == 3 * 2 * 4 * values  # fp32, once from each cell
+    for refused in refusals:
+        assert "default group, which holds all 2 ranks of this job" in refused
+        assert "start with xffl exec --isolate --federated" in refused
+
+
+def kill_at(event: int, folder: str) -> None:
+    """Let this process die just before it changes a checkpoint in the folder for so many times."""
+    changes = {"os.rename", "os.remove", "os.rmdir", "os.mkdir"}
+    passed = count(1)
+
+    def hear(name: str, given: tuple[Any, ...]) -> None:
+        is_change = name in changes or (name == "open" and isinstance(given[2], int) and given[2] & os.O_CREAT)
+        if is_change and "checkpoint-" in str(given[0]) and folder in str(given[0]) and next(passed) == event:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hear)
+
+
+@dataclass(frozen=True)
+class Death:
+    """Which rank dies, before which local step or which change of a checkpoint, or after its last round."""
+
+    rank: int = -1
+    moment: Literal["step", "file", "end"] = "step"
+    number: int = 0
+
+
+def be_mortal(rank: int, world_size: int, port: int, folder: str, death: Death, *, is_sharded: bool = False) -> Any:
+    """Train with checkpoints, until death."""
+    from transformers import TrainerCallback
+
+    from xffl.integrations.transformers import federate
+
+    dies = death.rank == rank
+
+    class Mortality(TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if dies and death.moment == "step" and state.global_step == death.number:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if dies and death.moment == "end":
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    be_launched(rank, world_size, port)
+    with enter_isolation((world_size // 2, world_size // 2)) as isolated:
+        model = make_model(isolated.cell)
+        saves = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 1}
+        trainer = make_trainer(folder, model, is_sharded=is_sharded, gradient_accumulation_steps=1, **saves)
+        rounds = federate(trainer, every=3, algorithm="diloco")
+        trainer.add_callback(Mortality())
+        if dies and death.moment == "file":
+            kill_at(death.number, folder)
+        trainer.train()
+        steps = 0 if rounds.resumed is None else rounds.resumed.step
+        kept = sorted(path.name for path in Path(trainer.args.output_dir).glob("checkpoint-*"))
+        return weights_of(trainer.model_wrapped), steps, kept
+
+
+DEATHS = {Death(0, "step", 5): 2, Death(0, "file", 16): 2, Death(1, "end"): 12}
+"""And the step from which the run goes on then, at least: between rounds, in the second save, behind the last step."""
+
+
+def kill_and_start_again(rank: int, world_size: int, folder: str) -> list[list[Any]]:
+    """Return what an uninterrupted run has, then what each run has that was killed and started again."""
+    import_once()
+    runs = [run_job(2, be_mortal, f"{folder}/whole", Death())]
+    for number, death in enumerate(DEATHS):
+        assert None in run_job(2, be_mortal, f"{folder}/{number}", death), death
+        runs.append(run_job(2, be_mortal, f"{folder}/{number}", Death()))
+    return runs
+
+
+def test_a_run_that_was_killed_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+    [(whole, *resumed)] = run_world(1, kill_and_start_again, str(tmp_path), init=False, timeout_s=280)
+    for run, step in zip(resumed, DEATHS.values(), strict=True):
+        for weights, from_step, kept in run:
+            assert from_step >= step
+            assert differ(weights, whole[0][0]) == 0.0
+            assert kept[-1] == "checkpoint-12"

@@ -1,0 +1,130 @@
+"""What federate refuses, counts and deals out, and which checkpoints it goes on from; without a Trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from xffl.distributed.cell_notes import LoneNotes
+from xffl.errors import ConfigError
+from xffl.integrations.transformers.checkpoints import CellCheckpoints
+from xffl.integrations.transformers.dealing import deal_out
+from xffl.integrations.transformers.refusals import check_arguments
+from xffl.integrations.transformers.weights import find_count
+
+PLAIN = {
+    "load_best_model_at_end": False,
+    "auto_find_batch_size": False,
+    "push_to_hub": False,
+    "save_strategy": "steps",
+    "n_gpu": 1,
+}
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"load_best_model_at_end": True}, "load_best_model_at_end=True: .*its own best checkpoint"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size=True: .*per_device_train_batch_size"),
+        ({"push_to_hub": True}, "push_to_hub=True"),
+        ({"save_strategy": "best"}, "save_strategy='best'"),
+        ({"n_gpu": 2}, "one process for each GPU"),
+    ],
+)
+def test_arguments_under_which_cells_would_part_are_refused_by_name(given: dict[str, Any], told: str) -> None:
+    check_arguments(SimpleNamespace(args=SimpleNamespace(**PLAIN), is_deepspeed_enabled=False))
+    with pytest.raises(ConfigError, match=told):
+        check_arguments(SimpleNamespace(args=SimpleNamespace(**{**PLAIN, **given}), is_deepspeed_enabled=False))
+
+
+def test_weights_count_what_a_round_has_not_taken() -> None:
+    batch = {"input_ids": torch.zeros(3, 4), "labels": torch.tensor([[5, 1, -100, 2], [5, 1, 1, 1], [-100] * 4])}
+    tokens, samples, fixed, silent = (find_count(*given) for given in [("tokens", 0), ("samples", 0), (2, 0), (2, 1)])
+    counts = (tokens, samples, fixed, silent)
+    for count in counts:
+        count.add(batch)
+        count.add(batch)
+    assert [count.counted() for count in counts] == [10.0, 6.0, 2.0, 0.0]
+    for count in counts:
+        count.restart(1.0)
+        count.add({"labels": torch.zeros(2, dtype=torch.int64)})  # those of a classifier are not shifted
+    assert [count.counted() for count in counts] == [3.0, 3.0, 2.0, 0.0]
+    with pytest.raises(ConfigError, match="weight='samples'"):
+        tokens.add({"input_ids": torch.zeros(3, 4)})
+    with pytest.raises(ConfigError, match="give 'tokens', 'samples', or a number"):
+        find_count("words", 0)
+
+
+def test_cells_have_parts_of_equal_length_and_streams_are_refused() -> None:
+    parts = [deal_out(range(11), cell=cell, cells=3, seed=4) for cell in range(3)]
+    dealt = [sample for part in parts for sample in part]
+    assert [len(part) for part in parts] == [3, 3, 3]
+    assert len(set(dealt)) == 9
+    with pytest.raises(ConfigError, match="data='own'"):
+        deal_out(iter(range(11)), cell=0, cells=3, seed=4)
+
+
+STATE: Any = SimpleNamespace(cell=0, cells=2, cell_rank=0, cell_size=1)
+"""All that checkpoints ask of a state."""
+
+
+class OtherCell(LoneNotes):
+    """Notes of a cell beside another one that has told its own."""
+
+    def __init__(self, told: str) -> None:
+        super().__init__()
+        self._told = told
+
+    def gather(self, name: str) -> tuple[str, ...]:
+        return (*super().gather(name), self._told if name == "checkpoints" else super().gather(name)[0])
+
+    def read(self, name: str) -> tuple[str | None, ...]:
+        return (*super().read(name), self._told)
+
+
+def saved(folder: Path, told: str, kept: int | None = None) -> CellCheckpoints:
+    """Save checkpoints of the steps 2, 4 and 6, which have 0, 1 and 1 rounds behind them."""
+    checkpoints = CellCheckpoints(folder, STATE, OtherCell(told), kept)
+    for step, meetings in ((2, 0), (4, 1), (6, 1)):
+        (folder / f"checkpoint-{step}").mkdir()
+        checkpoints.save(step, meetings, {"step": step})
+    return checkpoints
+
+
+@pytest.mark.parametrize(("told", "step"), [("0 1 2", 6), ("0", 2), ("", None), ("1", 6)])
+def test_the_newest_checkpoint_after_as_many_rounds_as_the_others_is_used(
+    told: str, step: int | None, tmp_path: Path
+) -> None:
+    checkpoints = saved(tmp_path, told)
+    (tmp_path / "checkpoint-8").mkdir()  # a kill has left it
+    resumed = checkpoints.agree("", starts_over=False)
+    assert (None if resumed is None else resumed.step) == step
+    if resumed is not None:
+        assert checkpoints.load(resumed) == {"step": step}
+    # What is newer is written again, and is not whole until then.
+    again = CellCheckpoints(tmp_path, STATE, OtherCell("0 1"), None).agree("", starts_over=False)
+    assert again == resumed
+
+
+def test_checkpoints_of_which_none_go_together_are_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="none that go together .cell 0 after rounds 0 1 1, cell 1 after rounds 7"):
+        saved(tmp_path, "7").agree("", starts_over=False)
+    assert saved_steps(tmp_path) == [2, 4, 6]
+    assert CellCheckpoints(tmp_path, STATE, OtherCell("7"), None).agree("", starts_over=True) is None
+
+
+def test_a_checkpoint_that_a_slower_cell_needs_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "even").mkdir()
+    (tmp_path / "slow").mkdir()
+    saved(tmp_path / "even", "0 1", kept=1)
+    saved(tmp_path / "slow", "0", kept=1)
+    assert saved_steps(tmp_path / "even") == [4, 6]
+    assert saved_steps(tmp_path / "slow") == [2, 4, 6]
+
+
+def saved_steps(folder: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("checkpoint-")) for path in folder.iterdir())

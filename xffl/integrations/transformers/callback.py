@@ -1,0 +1,186 @@
+"""The rounds of a Trainer: what happens at its events."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from enum import Enum
+from typing import Any
+
+from torch import nn
+from transformers import TrainerCallback
+
+from xffl.aggregation.aggregator import Aggregator
+from xffl.aggregation.federated_scaling import FederatedScaling
+from xffl.aggregation.report import RoundReport
+from xffl.distributed.distributed_state import DistributedState
+from xffl.distributed.sharding import local_tensor
+from xffl.errors import StateError
+from xffl.integrations.transformers.checkpoints import CellCheckpoints, WholeCheckpoint
+from xffl.integrations.transformers.weights import BatchCount
+
+__all__ = ["TrainerRounds"]
+
+
+class Phase(Enum):
+    """Where the one training is that rounds are made for."""
+
+    BEFORE = "before"
+    UNDER_WAY = "under way"
+    OVER = "over"
+
+
+@contextmanager
+def weights_put_aside(model: nn.Module) -> Iterator[None]:
+    """Let the model be zero while the block runs, and keep what it trains, and its buffers, in the host's memory."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    tensors = [local_tensor(tensor.detach()) for tensor in (*trained, *model.buffers())]
+    kept = [tensor.to("cpu", copy=True) for tensor in tensors]
+    for tensor in tensors:
+        tensor.zero_()
+    try:
+        yield
+    finally:
+        for tensor, values in zip(tensors, kept, strict=True):
+            tensor.copy_(values)
+
+
+class TrainerRounds(TrainerCallback):  # type: ignore[misc]
+    """Makes the rounds of one ``trainer.train()``, and keeps their state in Trainer's checkpoints.
+
+    :param trainer: The Trainer.
+    :param state: The state of this rank.
+    :param count: Counts what it trains on.
+    :param options: Keywords of :class:`xffl.FederatedScaling`.
+    """
+
+    def __init__(self, trainer: Any, state: DistributedState, count: BatchCount, options: Mapping[str, Any]) -> None:
+        self.state = state
+        """Describes this rank's cell."""
+        self.reports: list[RoundReport] = []
+        """The reports of this process's rounds."""
+        self.resumed: WholeCheckpoint | None = None
+        """The checkpoint that training goes on from."""
+        self._trainer = trainer
+        self._count = count
+        self._options = options
+        self._checkpoints: CellCheckpoints | None = None
+        self._scaling: FederatedScaling | None = None
+        self._phase = Phase.BEFORE
+        self._logged = 0
+        """Reports that Trainer's log has."""
+
+    def begin(self, checkpoints: CellCheckpoints, arguments: str, *, starts_over: bool) -> str | None:
+        """Return the folder that Trainer is to resume from, if any; collective over the job.
+
+        :param checkpoints: The cell's checkpoints.
+        :param arguments: What the cells must have in common.
+        :param starts_over: Whether no checkpoint is to be used.
+        :return: The folder of a checkpoint of this cell.
+        :raises StateError: if rounds were made for another training before.
+        """
+        if self._phase is not Phase.BEFORE:
+            raise StateError("federate() makes the rounds of one trainer.train(); make another Trainer for the next")
+        self._phase = Phase.UNDER_WAY
+        self._checkpoints = checkpoints
+        self.resumed = checkpoints.agree(arguments, starts_over=starts_over)
+        return None if self.resumed is None else str(self.resumed.folder)
+
+    def end(self, error: BaseException) -> None:
+        """Leave the other cells after an error; local."""
+        self._phase = Phase.OVER
+        scaling = self._scaling
+        self._scaling = None
+        if scaling is not None:
+            scaling.__exit__(type(error), error, error.__traceback__)
+
+    def on_train_begin(self, args: Any, trainer_state: Any, control: Any, **kwargs: Any) -> None:
+        """Begin with one model in all cells: optimizer, wrappers and checkpoint are there."""
+        model = self._trainer.model_wrapped
+        if self.resumed is None and self.state.isolated is not None:
+            self._take_model_of_first_cell(model)
+        scaling = FederatedScaling(
+            model,
+            self._trainer.optimizer,
+            self.state,
+            weight=self._take_count,
+            on_round=self._note_round,
+            **self._options,
+        )
+        if self.resumed is None or self._checkpoints is None:
+            scaling.__enter__()
+            self._scaling = scaling
+        else:
+            # Between two rounds the cells' models differ, and rounds are set up for one that all have.
+            with weights_put_aside(model):
+                scaling.__enter__()
+                self._scaling = scaling
+            saved = self._checkpoints.load(self.resumed)
+            scaling.load_state_dict(saved["rounds"])
+            self._count.restart(float(saved["count"]))
+        if 0 < args.max_steps <= trainer_state.global_step:
+            control.should_training_stop = True  # was killed behind its last step
+        scaling.join()  # before the first batch, which Trainer reads before the optimizer steps
+
+    def on_step_end(self, args: Any, trainer_state: Any, control: Any, **kwargs: Any) -> None:
+        """Write rounds into Trainer's log, and merge one that is under way before a save."""
+        self._log_rounds(control)
+        self._settle_before_save(control)
+
+    def on_epoch_end(self, args: Any, trainer_state: Any, control: Any, **kwargs: Any) -> None:
+        """Merge a round that is under way before a save."""
+        self._settle_before_save(control)
+
+    def on_save(self, args: Any, trainer_state: Any, control: Any, **kwargs: Any) -> None:
+        """Add the state of rounds to Trainer's checkpoint; without an optimizer in it nobody resumes from it."""
+        if self._scaling is None or self._checkpoints is None or args.save_only_model:
+            return
+        before = 0 if self.resumed is None else self.resumed.meetings
+        meetings = before + self._scaling.meetings
+        saved = {"rounds": self._scaling.state_dict(), "count": self._count.counted()}
+        self._checkpoints.save(trainer_state.global_step, meetings, saved)
+
+    def on_train_end(self, args: Any, trainer_state: Any, control: Any, **kwargs: Any) -> None:
+        """Make the last rounds, until all cells have finished; all hold the same model then."""
+        scaling = self._scaling
+        self._scaling = None
+        self._phase = Phase.OVER
+        if scaling is not None:
+            scaling.__exit__(None, None, None)
+            self._log_rounds(control)
+
+    def _take_model_of_first_cell(self, model: Any) -> None:
+        """Let all cells begin with the model of cell 0, whatever seeds and files they have; collective over the job."""
+        aggregator = Aggregator(model, self.state)
+        aggregator.aggregate(weight=1.0 if self.state.job_rank == 0 else 0.0)
+        aggregator.close()
+
+    def _take_count(self) -> float:
+        count = self._count.counted()
+        self._count.restart(0.0)
+        return count
+
+    def _note_round(self, report: RoundReport) -> None:
+        self.reports.append(report)
+
+    def _settle_before_save(self, control: Any) -> None:
+        if control.should_save and self._scaling is not None:
+            self._scaling.settle()
+            self._log_rounds(control)
+
+    def _log_rounds(self, control: Any) -> None:
+        """Write the rounds since the last call into Trainer's log, from which all of its loggers read."""
+        should_log = control.should_log
+        reports = self.reports[self._logged :]
+        self._logged = len(self.reports)
+        for report in reports:
+            cells = sum(weight > 0 for weight in report.weights) - len(report.dropped)
+            self._trainer.log(
+                {
+                    "xffl/round": report.round,
+                    "xffl/cells": cells,
+                    "xffl/bytes": report.bytes_across,
+                    "xffl/seconds": round(report.seconds, 4),
+                }
+            )
+        control.should_log = should_log  # a log has unset it, and Trainer's own of this step is still to come

@@ -1,0 +1,68 @@
+"""What a Trainer may be asked to do that does not go together with rounds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from xffl.distributed.distributed_state import DistributedState
+from xffl.errors import ConfigError
+
+__all__ = ["check_arguments", "check_cells"]
+
+_REASONS = {
+    "load_best_model_at_end": (
+        "it replaces a cell's model by its own best checkpoint before the last round; leave it out, and choose among "
+        "the checkpoints afterwards"
+    ),
+    "auto_find_batch_size": (
+        "it begins the training of one cell again while the others wait for it in a round; leave it out, and give "
+        "per_device_train_batch_size"
+    ),
+    "push_to_hub": (
+        "each cell would push to one repository; leave it out, and push the model of cell 0 when the training is over"
+    ),
+}
+
+
+def check_arguments(trainer: Any) -> None:
+    """Refuse TrainingArguments under which cells would not train one model; local.
+
+    :param trainer: The Trainer.
+    :raises ConfigError: if there is such an argument; the text has its name and the reason.
+    """
+    args = trainer.args
+    for name, reason in _REASONS.items():
+        if getattr(args, name):
+            raise ConfigError(f"a federated Trainer does not know {name}=True: {reason}")
+    if args.save_strategy == "best":
+        raise ConfigError(
+            "a federated Trainer does not know save_strategy='best': the cells would save at unlike steps, and none "
+            "of their checkpoints might go together; give 'steps' or 'epoch'"
+        )
+    if args.n_gpu > 1:
+        raise ConfigError(
+            f"this process trains on {args.n_gpu} GPUs with DataParallel; start one process for each GPU, as xffl exec "
+            "does"
+        )
+    if trainer.is_deepspeed_enabled:
+        raise ConfigError(
+            "federate does not know DeepSpeed yet; shard the cell with FSDP2 (fsdp=True, fsdp_config={'version': 2}), "
+            "or make the rounds by xffl.FederatedScaling (DeepSpeed in the manual)"
+        )
+
+
+def check_cells(state: DistributedState) -> None:
+    """Refuse a world in which a Trainer would train over several cells; local.
+
+    :param state: The state of this rank.
+    :raises ConfigError: if the world is no single cell of a federation; the text has the line to write.
+    """
+    ranks = state.topology.world_size
+    is_in_federation = state.isolated is not None or state.lone_cell is not None
+    if state.topology.cells > 1 or (ranks > 1 and not is_in_federation):
+        sizes = ",".join(map(str, state.topology.sizes)) if state.topology.cells > 1 else "2,2"
+        raise ConfigError(
+            f"Trainer trains over torch.distributed's default group, which holds all {ranks} ranks of this "
+            "job: gradients would cross between cells in every step; start with xffl exec --isolate --federated "
+            f"{sizes} SCRIPT, and without an xffl.session in the script"
+        )

@@ -1,0 +1,127 @@
+"""What a cell's model counts in a round: tokens, samples, or a number."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+
+from xffl.checks import number
+from xffl.errors import ConfigError
+
+__all__ = ["BatchCount", "find_count"]
+
+IGNORED = -100
+"""The label of a token that the losses of transformers leave out"""
+
+
+class BatchCount(Protocol):
+    """Counts what this rank trains on between two rounds; local."""
+
+    def add(self, batch: Mapping[str, Any]) -> None:
+        """Count a batch that is about to be trained on."""
+
+    def counted(self) -> float:
+        """Return the count since the last round, which a checkpoint keeps."""
+
+    def restart(self, count: float) -> None:
+        """Go on from a count."""
+
+
+class TokenCount:
+    """Counts labels that the loss takes in; the number stays on the device until somebody asks for it."""
+
+    def __init__(self) -> None:
+        self._before = 0.0
+        self._tokens: torch.Tensor | None = None
+
+    def add(self, batch: Mapping[str, Any]) -> None:
+        """Count the labels of a batch, without the first one of each sequence, which a causal model does not predict.
+
+        ``shift_labels``, as collators without padding make them, are shifted already.
+        """
+        labels = batch.get("shift_labels")
+        if labels is None:
+            labels = batch.get("labels")
+            if labels is None:
+                raise ConfigError(
+                    f"weight='tokens' counts labels, but a batch has {sorted(batch)}; give weight='samples' or a number"
+                )
+            labels = labels[..., 1:] if labels.dim() > 1 else labels
+        tokens = labels.ne(IGNORED).sum()
+        self._tokens = tokens if self._tokens is None else self._tokens + tokens
+
+    def counted(self) -> float:
+        """Return the tokens since the last round."""
+        return self._before + (0.0 if self._tokens is None else float(self._tokens.item()))
+
+    def restart(self, count: float) -> None:
+        """Go on from a number of tokens."""
+        self._before = count
+        self._tokens = None
+
+
+class SampleCount:
+    """Counts the rows of batches."""
+
+    def __init__(self) -> None:
+        self._samples = 0.0
+
+    def add(self, batch: Mapping[str, Any]) -> None:
+        """Count the rows of a batch: the length of its first tensor."""
+        tensors = [value for value in batch.values() if isinstance(value, torch.Tensor) and value.dim() > 0]
+        if not tensors:
+            raise ConfigError(
+                f"weight='samples' counts rows of tensors, but a batch has {sorted(batch)}; give a number as the weight"
+            )
+        self._samples += len(tensors[0])
+
+    def counted(self) -> float:
+        """Return the samples since the last round."""
+        return self._samples
+
+    def restart(self, count: float) -> None:
+        """Go on from a number of samples."""
+        self._samples = count
+
+
+class FixedCount:
+    """Counts a number of the user's for a cell that has trained since the last round.
+
+    :param weight: The number, on one rank of the cell, and 0 on the others: a round adds them up.
+    """
+
+    def __init__(self, weight: float) -> None:
+        self._weight = weight
+        self._count = 0.0
+
+    def add(self, batch: Mapping[str, Any]) -> None:
+        """Note that the cell trains."""
+        self._count = self._weight
+
+    def counted(self) -> float:
+        """Return the number, if there was a batch since the last round."""
+        return self._count
+
+    def restart(self, count: float) -> None:
+        """Go on from the number, or from 0."""
+        self._count = count
+
+
+def find_count(weight: str | float, cell_rank: int) -> BatchCount:
+    """Return what counts as a user has asked for it.
+
+    :param weight: ``tokens``, ``samples``, or a number above 0.
+    :param cell_rank: This rank's number in its cell.
+    :return: A counter of this rank.
+    :raises ConfigError: if it is something else.
+    """
+    if weight == "tokens":
+        return TokenCount()
+    if weight == "samples":
+        return SampleCount()
+    if isinstance(weight, str):
+        raise ConfigError(f"weight is {weight!r}; give 'tokens', 'samples', or a number for this cell")
+    checked = number("weight", weight, above=0.0)
+    return FixedCount(checked if cell_rank == 0 else 0.0)
