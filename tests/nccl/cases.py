@@ -32,7 +32,7 @@ from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.session import cleanup_distributed_process_group, setup_distributed_process_group
 from xffl.parallel import DistributedStrategy
 
-__all__ = ["elastic_rounds", "rounds", "traces_of", "training"]
+__all__ = ["elastic_rounds", "isolated_rounds", "rounds", "traces_of", "training"]
 
 
 def traces_of(
@@ -195,6 +195,16 @@ def elastic_rounds(url: str, ports: tuple[int, int], **options: Any) -> None:
         _make_elastic_round(aggregator)
         aggregator.close()
         aggregator.give_back_groups()
+
+
+def isolated_rounds(**options: Any) -> None:
+    """Make rounds of two isolated cells of two ranks each.
+
+    :param options: Of the aggregator, and of :func:`_make_rounds`.
+    """
+    session = xffl.session(federated=(2, 2), isolate=True, backend=BACKEND, device="cuda", hsdp=1, timeout_s=60)
+    with mock.patch.object(threading, "Thread", RealThread), session as state:
+        _make_rounds(state, **options)
 
 
 def _lose_connections(transport: CrossCellTransport, *_: Any, **__: Any) -> None:

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import _random
 
 import xffl
-from tests.nccl.cases import elastic_rounds, model_of, rounds, traces_of, training
+from tests.nccl.cases import elastic_rounds, isolated_rounds, model_of, rounds, traces_of, training
 from tests.nccl.gpus import BACKEND, Stream
 from tests.nccl.rules import faults_of
 from tests.nccl.traces import Call, Copy, HostCall, HostWait, Join, Record
@@ -313,6 +313,14 @@ def test_elastic_cells_send_no_payload_over_gloo_inside(tmp_path: Path, monkeypa
         traces, races = traces_of(4, elastic_rounds, url, ports, **STEPPED, bucket_bytes=2**10, timeout_s=180)
     finally:
         lighthouse.shutdown()
+    assert races == []
+    for world in (traces[:2], traces[2:]):  # each cell is one of its own
+        assert over_gloo_inside(world, (2,)) == [] == faults_of(world)
+        assert handed_round(world, (2,)) == {0, 1}
+
+
+def test_isolated_cells_send_no_payload_over_gloo_inside() -> None:
+    traces, races = traces_of(4, isolated_rounds, **STEPPED)
     assert races == []
     for world in (traces[:2], traces[2:]):  # each cell is one of its own
         assert over_gloo_inside(world, (2,)) == [] == faults_of(world)
