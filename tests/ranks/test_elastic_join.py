@@ -19,6 +19,7 @@ from tests.ports import free_port
 from tests.ranks.test_elastic import journal, lighthouse, pytestmark  # noqa: F401 - fixtures and marks of this module
 from tests.worlds import be_launched, run_world
 from xffl.aggregation import LoopHooks
+from xffl.aggregation.algorithms.every_steps import EverySteps
 
 
 class Counter(nn.Module):
@@ -149,6 +150,43 @@ def save_while_joining(rank: int, world: int, url: str, ports: tuple[int, ...]) 
 def test_what_is_saved_in_the_round_of_joining_counts_steps_from_there(lighthouse: str) -> None:  # noqa: F811
     told = run_world(2, save_while_joining, lighthouse, (free_port(), free_port()), init=False, timeout_s=60)
     assert [[(state["since"], state["target"]) for state in saved] for saved in told] == [[(0, 3)]] * 2
+
+
+class Longer(EverySteps):
+    """One step more before each round than before the last one."""
+
+    def steps(self, rounds: int, cell: int, report: xffl.RoundReport | None) -> int:
+        return self.every + rounds
+
+
+def save_while_catching_up(rank: int, world: int, url: str, ports: tuple[int, ...]) -> dict[int, tuple[int, int]]:
+    """Fall behind in cell 1 before a delayed round starts; return by round what is saved of the steps."""
+    be_launched(0, 1, ports[rank])
+    os.environ["XFFL_TOKEN"] = "the run's own token"
+    with xffl.session(cell=rank, cells=world, elastic=url, timeout_s=60) as state:
+        model = Counter(0.0)
+        saved: dict[int, tuple[int, int]] = {}
+
+        def save(report: xffl.RoundReport) -> None:
+            steps = scaling.state_dict()
+            saved[report.round] = (steps["since"], steps["target"])
+
+        with xffl.FederatedScaling(model, None, state, every=Longer(3), delay=1, on_round=save) as scaling:
+            before = scaling.aggregator.state_dict()
+            for _ in range(4 + 5):
+                with torch.no_grad():
+                    model.value.add_(1.0)
+                scaling.step()
+                if rank == 1 and scaling.aggregator.rounds == 2 and scaling.local_steps < 9:
+                    scaling.aggregator.load_state_dict(before)
+            saved[0] = (scaling.steps_left, 0)
+        return saved
+    raise AssertionError("the block has returned")
+
+
+def test_a_cell_that_takes_over_in_place_of_a_delayed_round_counts_steps_from_there(lighthouse: str) -> None:  # noqa: F811
+    told = run_world(2, save_while_catching_up, lighthouse, (free_port(), free_port()), init=False, timeout_s=60)
+    assert told == [{0: (6, 0), 2: (1, 5), 3: (0, 6)}] * 2
 
 
 def fail_to_join(rank: int, world: int, url: str, ports: tuple[int, ...]) -> None:

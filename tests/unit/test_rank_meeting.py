@@ -8,9 +8,10 @@ from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from xffl.elastic.rank_meeting import await_ranks
+from tests.ports import free_port
+from xffl.elastic.rank_meeting import await_ranks, connect_store
 
 
 def meet(names: list[str], size: int, *, within_s: float, find_lost: Callable[[], str] | None = None) -> dict[str, str]:
@@ -51,3 +52,17 @@ def test_all_ranks_hear_at_once_that_a_cell_was_lost() -> None:
 def test_ranks_that_do_not_come_are_given_up(find_lost: Callable[[], str] | None) -> None:
     raised = meet(["a", "b"], 4, within_s=0.5, find_lost=find_lost)
     assert raised == dict.fromkeys("ab", "2 of 4 ranks have not come to the store within 0.5 s")
+
+
+def test_a_rank_that_comes_after_the_others_have_given_up_goes_no_further() -> None:
+    store = HashStore()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"^1 of 2 ranks have not come to the store within 0\.1 s$"):
+            await_ranks(store, 2, within_s=0.1)
+
+
+def test_a_store_that_has_ended_is_not_waited_for() -> None:
+    begun = time.monotonic()
+    with pytest.raises(RuntimeError, match="nothing listens at 127.0.0.1:"):
+        connect_store(f"127.0.0.1:{free_port()}", within_s=600)
+    assert time.monotonic() - begun < 60

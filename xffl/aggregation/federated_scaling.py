@@ -538,9 +538,14 @@ class FederatedScaling:
     def _start(self) -> None:
         """Start a round that is merged some steps later."""
         self.meetings += 1
-        self._conclude(self._rounds.start(self._offer))
+        is_replaced = False
+        for outcome in self._rounds.start(self._offer):
+            # A cell that is behind takes the model over in the round's place.
+            is_replaced = bool(outcome.taken_over)
+            self._conclude((outcome,), is_joining=is_replaced)
         self._ledger.timer.clear()
-        self._countdown.restart(self._rounds.rounds + 1)
+        if self.is_under_way or not is_replaced:
+            self._countdown.restart(self._rounds.rounds + 1)
 
     def _finish(self) -> XfflError | None:
         """Answer the other cells' rounds until all have finished; return what the first rejected round raised."""
@@ -574,7 +579,7 @@ class FederatedScaling:
         """Account for rounds, and checks that skipped one, as they end; return the last one.
 
         Steps to the next round are counted from here, unless a delayed one has counted them since it started: a cell
-        that is joining has waited for it.
+        that is joining, also again since it was behind, has waited for it.
         """
         last: Outcome | None = None
         for outcome in outcomes:

@@ -36,7 +36,7 @@ from xffl.distributed.startup.stores import serve_store
 from xffl.elastic.answers import Answers, ask_store, knock
 from xffl.elastic.arrivals import Arrivals, may_still_come
 from xffl.elastic.lighthouse import Lighthouse, Meeting
-from xffl.elastic.rank_meeting import await_ranks
+from xffl.elastic.rank_meeting import await_ranks, connect_store
 from xffl.elastic.roster import (
     CellRecord,
     Epoch,
@@ -634,11 +634,9 @@ class ElasticFederation:
     def _await_ranks(self, epoch: Epoch, address: str, size: int) -> None:
         """Wait at the store where an epoch's ranks connect until all are there; RuntimeError if a member is lost."""
         inject("enter")
-        host, _, port = address.rpartition(":")
-        within = timedelta(seconds=CONNECT_S)
-        client = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=within)
+        store = PrefixStore(epoch.group, connect_store(address, CONNECT_S))
         find_lost = None if self._lighthouse is None else partial(self._lost_member, epoch)
-        await_ranks(PrefixStore(epoch.group, client), size, within_s=CONNECT_S, find_lost=find_lost)
+        await_ranks(store, size, within_s=CONNECT_S, find_lost=find_lost)
 
     def _tidy_store(self, group: str) -> None:
         """Delete what the ranks of earlier epochs have left in this cell's store, where it has one."""

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from datetime import timedelta
 
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
-__all__ = ["await_ranks"]
+from xffl.elastic.answers import knock
+
+__all__ = ["await_ranks", "connect_store"]
 
 HERE_KEY = "here"
 """How many ranks have come."""
@@ -21,6 +24,34 @@ LOOK_S = 0.3
 """How often who waits looks for members that are lost."""
 SHORTEST_S, LONGEST_S = 0.002, 0.1
 """Bounds of the time between two questions to the store, which is a quarter of the time that has been waited."""
+TRY_S = 2.0
+"""How long a try to connect to the store lasts."""
+
+
+def connect_store(address: str, within_s: float) -> TCPStore:
+    """Connect to the store of a cell, which serves it since it started.
+
+    Where nothing listens any more, torch's client would try again until its whole time is over.
+
+    :param address: HOST:PORT.
+    :param within_s: Seconds until this gives up, and until the client gives up later.
+    :return: A client of the store.
+    :raises RuntimeError: if nothing listens there, or nobody answers in time.
+    """
+    host, _, port = address.rpartition(":")
+    deadline = time.monotonic() + within_s
+    while True:
+        if isinstance(knock(address), ConnectionRefusedError):
+            raise RuntimeError(f"the cell whose ranks others meet was lost: nothing listens at {address}")
+        try_s = timedelta(seconds=min(TRY_S, within_s))
+        try:
+            client = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=try_s)
+        except RuntimeError:
+            if time.monotonic() > deadline:
+                raise
+        else:
+            client.set_timeout(timedelta(seconds=within_s))
+            return client
 
 
 def await_ranks(store: Store, size: int, *, within_s: float, find_lost: Callable[[], str] | None = None) -> None:
@@ -35,15 +66,21 @@ def await_ranks(store: Store, size: int, *, within_s: float, find_lost: Callable
     """
     begun = looked = time.monotonic()
     present = store.add(HERE_KEY, 1)
-    while present < size:
-        now = time.monotonic()
-        if find_lost is not None and now > looked + LOOK_S:
-            looked = now
-            if lost := find_lost():
-                store.set(LOST_KEY, lost)
+    while True:
+        # Also where all have come: some may have given up before the last one came, or have found a member lost.
         if store.check([LOST_KEY]):
             raise RuntimeError(store.get(LOST_KEY).decode())
+        if present >= size:
+            return
+        now = time.monotonic()
+        lost = ""
         if now > begun + within_s:
-            raise RuntimeError(f"{size - present} of {size} ranks have not come to the store within {within_s:g} s")
+            lost = f"{size - present} of {size} ranks have not come to the store within {within_s:g} s"
+        elif find_lost is not None and now > looked + LOOK_S:
+            looked = now
+            lost = find_lost()
+        if lost:
+            store.set(LOST_KEY, lost)
+            raise RuntimeError(lost)
         time.sleep(min(max(SHORTEST_S, (now - begun) / 4), LONGEST_S))
         present = store.add(HERE_KEY, 0)
