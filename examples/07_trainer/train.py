@@ -11,7 +11,7 @@ from pydoc_data import topics
 import torch
 from peft import LoraConfig, get_peft_model
 from torch.utils.data import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
 
 from xffl.integrations.transformers import federate
 
@@ -51,6 +51,7 @@ def main() -> None:
         num_key_value_heads=2,
         max_position_embeddings=128,
     )
+    set_seed(0)  # what is frozen is not sent: it is to be the same in all cells, and after a kill
     model = LlamaForCausalLM(config)
     if options.lora:
         model = get_peft_model(model, LoraConfig(r=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))

@@ -355,3 +355,69 @@ def test_a_run_that_was_killed_goes_on_to_the_same_bits(tmp_path: Path) -> None:
             assert from_step >= step
             assert differ(weights, whole[0][0]) == 0.0
             assert kept[-1] == "checkpoint-12"
+
+
+def be_scripted(rank: int, world_size: int, port: int, folder: str) -> tuple[Weights, Weights, list[int], int]:
+    """Be a rank of a script with callbacks, one of which asks for a save while a round is under way."""
+    from transformers import TrainerCallback
+
+    from xffl.integrations.transformers import federate
+
+    saved: list[int] = []
+    at_end: list[Weights] = []
+
+    class Script(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_save |= state.global_step == EVERY + 1
+
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            saved.append(state.global_step)
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            at_end.append(weights_of(trainer.model_wrapped))
+
+    be_launched(rank, world_size, port)
+    with enter_isolation((1, 1)) as isolated:
+        part: dict[str, Any] = {"max_steps": -1, "num_train_epochs": 0.24, "gradient_accumulation_steps": 1}
+        trainer = make_trainer(folder, make_model(isolated.cell), save_strategy="epoch", **part)
+        federate(trainer, every=EVERY, delay=2, aggregator={"overlap": True})
+        trainer.add_callback(Script())
+        with pytest.raises(xffl.StateError, match="federated already"):
+            federate(trainer, every=EVERY)
+        trainer.train()
+        return weights_of(trainer.model_wrapped), at_end[0], saved, trainer.state.global_step
+
+
+def be_unlike(rank: int, world_size: int, port: int, folder: str) -> str:
+    """Be a rank of a script whose cells have made the weights below their adapters each by itself."""
+    from xffl.integrations.transformers import federate
+
+    be_launched(rank, world_size, port)
+    with enter_isolation((1, 1)) as isolated:
+        model = make_model(is_adapted=True)
+        frozen = next(parameter for parameter in model.parameters() if not parameter.requires_grad)
+        frozen.data += isolated.cell
+        trainer = make_trainer(folder, model)
+        federate(trainer, every=EVERY)
+        with pytest.raises(xffl.ConfigError if rank == 0 else (xffl.ConfigError, xffl.LaunchError)) as refused:
+            trainer.train()
+    return str(refused.value)
+
+
+def run_scripts(rank: int, world_size: int, folder: str) -> tuple[list[Any], list[Any], list[str]]:
+    import_once()
+    runs = [run_job(2, be_scripted, f"{folder}/scripted") for _ in range(2)]
+    return runs[0], runs[1], run_job(2, be_unlike, f"{folder}/unlike")
+
+
+def test_callbacks_of_a_script_and_a_part_of_an_epoch(tmp_path: Path) -> None:
+    [(first, again, refusals)] = run_world(1, run_scripts, str(tmp_path), init=False, timeout_s=280)
+    for weights, at_end, saved, step in first:
+        assert (saved, step) == ([EVERY + 1, 12], 12)
+        assert differ(weights, at_end) == differ(weights, first[0][0]) == 0.0
+    for weights, _, saved, step in again:  # it was over: neither a step nor a save over the whole checkpoint
+        assert (saved, step) == ([], 12)
+        assert differ(weights, first[0][0]) == 0.0
+    assert (
+        "frozen parameters differ between the cells" in refusals[0]
+    )  # that of the other one may be that this has ended

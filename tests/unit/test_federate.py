@@ -59,6 +59,12 @@ def test_weights_count_what_a_round_has_not_taken() -> None:
         find_count("words", 0)
 
 
+def test_the_one_label_of_a_row_counts() -> None:
+    tokens = find_count("tokens", 0)
+    tokens.add({"labels": torch.zeros(4, 1)})
+    assert tokens.counted() == 4
+
+
 def test_cells_have_parts_of_equal_length_and_streams_are_refused() -> None:
     parts = [deal_out(range(11), cell=cell, cells=3, seed=4) for cell in range(3)]
     dealt = [sample for part in parts for sample in part]

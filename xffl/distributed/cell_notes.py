@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from torch.distributed import DistStoreError
+from torch.distributed import DistNetworkError, DistStoreError
 
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.isolated_cell import IsolatedCell
@@ -66,7 +66,7 @@ class IsolatedNotes:
         cells = range(len(self._isolated.sizes))
         try:
             return tuple(self._store.get(self._key(name, cell)).decode() for cell in cells)
-        except DistStoreError as error:
+        except (DistStoreError, DistNetworkError) as error:  # the second: the store's rank has ended after an error
             raise LaunchError(
                 f"rank {self._isolated.rank} has waited in vain for the {name} of all {len(cells)} cells: {error}; see "
                 "the other ranks' output"

@@ -13,10 +13,12 @@ from transformers import TrainerCallback
 from xffl.aggregation.aggregator import Aggregator
 from xffl.aggregation.federated_scaling import FederatedScaling
 from xffl.aggregation.report import RoundReport
+from xffl.distributed.cell_notes import CellNotes
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.sharding import local_tensor
 from xffl.errors import StateError
 from xffl.integrations.transformers.checkpoints import CellCheckpoints, WholeCheckpoint
+from xffl.integrations.transformers.frozen import check_frozen
 from xffl.integrations.transformers.weights import BatchCount
 
 __all__ = ["TrainerRounds"]
@@ -65,15 +67,19 @@ class TrainerRounds(TrainerCallback):  # type: ignore[misc]
         self._count = count
         self._options = options
         self._checkpoints: CellCheckpoints | None = None
+        self._notes: CellNotes | None = None
         self._scaling: FederatedScaling | None = None
         self._phase = Phase.BEFORE
         self._logged = 0
         """Reports that Trainer's log has."""
+        self._saved_step: int | None = None
+        """The step of the newest whole checkpoint"""
 
-    def begin(self, checkpoints: CellCheckpoints, arguments: str, *, starts_over: bool) -> str | None:
+    def begin(self, checkpoints: CellCheckpoints, notes: CellNotes, arguments: str, *, starts_over: bool) -> str | None:
         """Return the folder that Trainer is to resume from, if any; collective over the job.
 
         :param checkpoints: The cell's checkpoints.
+        :param notes: What the cells of this job tell each other.
         :param arguments: What the cells must have in common.
         :param starts_over: Whether no checkpoint is to be used.
         :return: The folder of a checkpoint of this cell.
@@ -83,8 +89,13 @@ class TrainerRounds(TrainerCallback):  # type: ignore[misc]
             raise StateError("federate() makes the rounds of one trainer.train(); make another Trainer for the next")
         self._phase = Phase.UNDER_WAY
         self._checkpoints = checkpoints
+        self._notes = notes
+        self._trainer.add_callback(SavePreparation(self))
         self.resumed = checkpoints.agree(arguments, starts_over=starts_over)
-        return None if self.resumed is None else str(self.resumed.folder)
+        if self.resumed is None:
+            return None
+        self._saved_step = self.resumed.step
+        return str(self.resumed.folder)
 
     def end(self, error: BaseException) -> None:
         """Leave the other cells after an error; local."""
@@ -97,6 +108,8 @@ class TrainerRounds(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, args: Any, trainer_state: Any, control: Any, **kwargs: Any) -> None:
         """Begin with one model in all cells: optimizer, wrappers and checkpoint are there."""
         model = self._trainer.model_wrapped
+        if self._notes is not None:
+            check_frozen(model, self.state, self._notes)
         if self.resumed is None and self.state.isolated is not None:
             self._take_model_of_first_cell(model)
         scaling = FederatedScaling(
@@ -118,18 +131,29 @@ class TrainerRounds(TrainerCallback):  # type: ignore[misc]
             saved = self._checkpoints.load(self.resumed)
             scaling.load_state_dict(saved["rounds"])
             self._count.restart(float(saved["count"]))
-        if 0 < args.max_steps <= trainer_state.global_step:
+        if self.resumed is not None and trainer_state.max_steps <= trainer_state.global_step:
             control.should_training_stop = True  # was killed behind its last step
         scaling.join()  # before the first batch, which Trainer reads before the optimizer steps
 
     def on_step_end(self, args: Any, trainer_state: Any, control: Any, **kwargs: Any) -> None:
-        """Write rounds into Trainer's log, and merge one that is under way before a save."""
+        """Write rounds into Trainer's log."""
         self._log_rounds(control)
-        self._settle_before_save(control)
 
-    def on_epoch_end(self, args: Any, trainer_state: Any, control: Any, **kwargs: Any) -> None:
-        """Merge a round that is under way before a save."""
-        self._settle_before_save(control)
+    def prepare_save(self, trainer_state: Any, control: Any) -> None:
+        """Merge a round that is under way before a save, and leave out one that would write over a whole checkpoint.
+
+        A training that goes on behind its last step comes to the end of an epoch again.
+
+        :param trainer_state: Trainer's state.
+        :param control: What Trainer does next, as all other callbacks have left it.
+        """
+        if not control.should_save or self._scaling is None:
+            return
+        if trainer_state.global_step == self._saved_step:
+            control.should_save = False
+            return
+        self._scaling.settle()
+        self._log_rounds(control)
 
     def on_save(self, args: Any, trainer_state: Any, control: Any, **kwargs: Any) -> None:
         """Add the state of rounds to Trainer's checkpoint; without an optimizer in it nobody resumes from it."""
@@ -139,6 +163,7 @@ class TrainerRounds(TrainerCallback):  # type: ignore[misc]
         meetings = before + self._scaling.meetings
         saved = {"rounds": self._scaling.state_dict(), "count": self._count.counted()}
         self._checkpoints.save(trainer_state.global_step, meetings, saved)
+        self._saved_step = trainer_state.global_step
 
     def on_train_end(self, args: Any, trainer_state: Any, control: Any, **kwargs: Any) -> None:
         """Make the last rounds, until all cells have finished; all hold the same model then."""
@@ -163,11 +188,6 @@ class TrainerRounds(TrainerCallback):  # type: ignore[misc]
     def _note_round(self, report: RoundReport) -> None:
         self.reports.append(report)
 
-    def _settle_before_save(self, control: Any) -> None:
-        if control.should_save and self._scaling is not None:
-            self._scaling.settle()
-            self._log_rounds(control)
-
     def _log_rounds(self, control: Any) -> None:
         """Write the rounds since the last call into Trainer's log, from which all of its loggers read."""
         should_log = control.should_log
@@ -184,3 +204,21 @@ class TrainerRounds(TrainerCallback):  # type: ignore[misc]
                 }
             )
         control.should_log = should_log  # a log has unset it, and Trainer's own of this step is still to come
+
+
+class SavePreparation(TrainerCallback):  # type: ignore[misc]
+    """Prepares saves when all other callbacks have said whether there is one: it is to be the last.
+
+    :param rounds: The rounds.
+    """
+
+    def __init__(self, rounds: TrainerRounds) -> None:
+        self._rounds = rounds
+
+    def on_step_end(self, args: Any, trainer_state: Any, control: Any, **kwargs: Any) -> None:
+        """Prepare a save after a step."""
+        self._rounds.prepare_save(trainer_state, control)
+
+    def on_epoch_end(self, args: Any, trainer_state: Any, control: Any, **kwargs: Any) -> None:
+        """Prepare a save after an epoch."""
+        self._rounds.prepare_save(trainer_state, control)

@@ -39,7 +39,8 @@ class TokenCount:
     def add(self, batch: Mapping[str, Any]) -> None:
         """Count the labels of a batch, without the first one of each sequence, which a causal model does not predict.
 
-        ``shift_labels``, as collators without padding make them, are shifted already.
+        ``shift_labels``, as collators without padding make them, are shifted already. A single label of each row is
+        the class, or the number, of the whole row.
         """
         labels = batch.get("shift_labels")
         if labels is None:
@@ -48,7 +49,7 @@ class TokenCount:
                 raise ConfigError(
                     f"weight='tokens' counts labels, but a batch has {sorted(batch)}; give weight='samples' or a number"
                 )
-            labels = labels[..., 1:] if labels.dim() > 1 else labels
+            labels = labels[..., 1:] if labels.dim() > 1 and labels.shape[-1] > 1 else labels
         tokens = labels.ne(IGNORED).sum()
         self._tokens = tokens if self._tokens is None else self._tokens + tokens
 

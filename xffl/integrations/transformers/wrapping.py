@@ -11,7 +11,7 @@ from xffl.aggregation.algorithms.clients import Client
 from xffl.aggregation.algorithms.every_steps import Schedule
 from xffl.distributed.adoption import adopt
 from xffl.distributed.cell_notes import open_notes
-from xffl.errors import ConfigError
+from xffl.errors import ConfigError, StateError
 from xffl.extras import optional_import
 from xffl.integrations.transformers.checkpoints import CellCheckpoints
 from xffl.integrations.transformers.dealing import deal_out
@@ -66,11 +66,14 @@ def federate(
     :return: The rounds: ``reports`` and ``state`` (``state.cell``, ``state.cells``) are for the script.
     :raises ConfigError: if an argument is invalid, an argument of the Trainer does not go together with rounds, its
         ranks are no single cell, or transformers cannot be imported.
+    :raises StateError: if the Trainer is federated already.
     """
     with optional_import("hf", "federate needs transformers and accelerate"):
         from xffl.integrations.transformers.callback import TrainerRounds
 
     check_arguments(trainer)
+    if any(isinstance(callback, TrainerRounds) for callback in trainer.callback_handler.callbacks):
+        raise StateError("this Trainer is federated already; call federate() once for each")
     if data not in ("split", "own"):
         raise ConfigError(f"data is {data!r}; give 'split' or 'own'")
     state = adopt()
@@ -88,9 +91,10 @@ def federate(
     }
     rounds = TrainerRounds(trainer, state, count, options)
     kept = trainer.args.save_total_limit
-    trainer.args.save_total_limit = None  # Trainer would remove what a slower cell still needs
+    if not trainer.args.save_only_model:
+        trainer.args.save_total_limit = None  # Trainer would remove what a slower cell still needs
     trainer.args.output_dir = str(Path(trainer.args.output_dir) / f"cell_{state.cell}")
-    trainer.add_callback(rounds)
+    trainer.callback_handler.callbacks.insert(0, rounds)  # the others see the last round's model in on_train_end
     _count_batches(trainer, count)
     _make_no_step_too_many(trainer)
     counted = weight if isinstance(weight, str) else "a number"
@@ -142,7 +146,7 @@ def _train_in_rounds(trainer: Any, rounds: TrainerRounds, kept: int | None, argu
             raise ConfigError("a federated Trainer does not know hyperparameter_search; start a job for each setting")
         notes = open_notes(rounds.state, "trainer")
         checkpoints = CellCheckpoints(Path(trainer.args.output_dir), rounds.state, notes, kept)
-        folder = rounds.begin(checkpoints, arguments, starts_over=resume_from_checkpoint is False)
+        folder = rounds.begin(checkpoints, notes, arguments, starts_over=resume_from_checkpoint is False)
         try:
             return train(resume_from_checkpoint=folder, **kwargs)
         except BaseException as error:
