@@ -27,6 +27,7 @@ def test_no_thread_waits_for_a_message_that_was_given_up() -> None:
         with pytest.raises(TimeoutError):
             waiting.result(timeout=0.5)
         group.end_waits()
+        group.end_waits()  # as where the process ends afterwards: it has nothing to end any more
         with pytest.raises(RuntimeError):
             waiting.result(timeout=20)
         group.close()

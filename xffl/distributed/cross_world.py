@@ -118,6 +118,7 @@ class CrossWorldGroup:
         if self._opened is None or not self._works:
             return
         self.poison()
+        self._works.clear()
         self._waits.put(None)
         self._waiter.join(END_S)
 
