@@ -14,6 +14,9 @@ from xffl.distributed.failures.waits import NamedWait
 class Held:
     """Something that a caller of a wait holds."""
 
+    def size(self) -> int:
+        return 2
+
 
 def wait() -> tuple[weakref.ref[Any], weakref.ref[Any]]:
     """Wait in a call that holds something."""
@@ -22,6 +25,16 @@ def wait() -> tuple[weakref.ref[Any], weakref.ref[Any]]:
     with named:
         """The others are here."""
     return weakref.ref(held), weakref.ref(named)
+
+
+def test_a_wait_that_is_over_holds_no_group_until_its_timer_ends() -> None:
+    group = Held()
+    held = weakref.ref(group)
+    named = NamedWait("a test", group)  # type: ignore[arg-type]
+    with named:
+        """The others are here."""
+    del group
+    assert held() is None, "torch aborts a process that ends while another thread destroys a group"
 
 
 def test_a_wait_that_is_over_holds_nothing_of_its_callers() -> None:

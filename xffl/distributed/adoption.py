@@ -11,6 +11,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from xffl.cluster.environment import complete_federation, is_lone_cell_requested, sources_named
 from xffl.cluster.network import Timeouts, host_identity
+from xffl.cluster.recognition.find import find_launcher
 from xffl.cluster.sizes import Federation, read_federation, read_replica_size
 from xffl.distributed.consistency import gather_objects, run_on_all_ranks
 from xffl.distributed.distributed_state import DEFAULT_TIMEOUT_S, DistributedState, make_state
@@ -62,9 +63,9 @@ def adopt(
     """
     timeouts = Timeouts.within(timeout_s)
     if not dist.is_initialized():
-        if os.environ.get("WORLD_SIZE", "1").strip() not in ("", "1"):
+        if (started := _count_started()) != "1":
             raise StateError(
-                f"this process is one of {os.environ['WORLD_SIZE']}, and no process group is initialized; call adopt() "
+                f"this process is one of {started}, and no process group is initialized; call adopt() "
                 "when the framework or init_process_group has made it, or open xffl.session() in its place"
             )
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
@@ -111,6 +112,13 @@ def adopt(
         if lone_cell is not None:
             lone_cell.take(state)
     return state
+
+
+def _count_started() -> str:
+    """Return how many processes a launcher, of any kind, has started with this one, as it says."""
+    row = find_launcher(os.environ)
+    told = os.environ.get("WORLD_SIZE") if row is None else row.read(os.environ).get("world_size")
+    return str(told or 1).strip()
 
 
 def _backend_of_world() -> str:

@@ -9,6 +9,7 @@ import os
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -31,6 +32,7 @@ PROOF_TAG = 7_901
 NONCE_BYTES = 32
 SILENT_S = 10  # seconds in which the host at the other end of a connection has to answer
 WATCH_S = 0.2  # how often who waits for a message looks whether a connection is lost
+END_S = 2.0  # how long a thread has to notice that its wait was ended
 # Behind so many messages that came within so many seconds each, the next one is waited for as a quick one.
 QUICK_IN_A_ROW, QUICK_S = 16, 0.05
 
@@ -90,10 +92,13 @@ class CrossWorldGroup:
         self._quick = 0
         self._connections = find_connections(opened, others, int(port), size - 1)
         self._waits: queue.SimpleQueue[tuple[dist.Work, timedelta, queue.SimpleQueue[Any]] | None] = queue.SimpleQueue()
-        threading.Thread(target=_wait, args=[self._waits], name="xffl-messages", daemon=True).start()
+        self._waiter = threading.Thread(target=_wait, args=[self._waits], name="xffl-messages", daemon=True)
+        self._waiter.start()
+        weakref.finalize(self, _leave, weakref.ref(self))  # where the process ends first
 
     def __del__(self) -> None:
-        if hasattr(self, "_waits"):
+        if hasattr(self, "_waiter"):
+            self.end_waits()
             self._waits.put(None)
 
     def close(self) -> None:
@@ -104,6 +109,18 @@ class CrossWorldGroup:
         self._opened = None
         self._works.clear()
         self._waits.put(None)
+
+    def end_waits(self) -> None:
+        """End the wait for a message that this rank has given up, if there is one; local.
+
+        The thread that waits would abort the process if that ended first: torch takes the GIL when the wait is over.
+        """
+        if self._opened is None or not self._works:
+            return
+        self.poison()
+        self._works.clear()
+        self._waits.put(None)
+        self._waiter.join(END_S)
 
     @property
     def _gloo(self) -> Any:
@@ -268,6 +285,12 @@ class _Message:
 
     def wait(self) -> Any:
         return self._group.wait(self._number, is_received=self._is_received)
+
+
+def _leave(group: weakref.ref[CrossWorldGroup]) -> None:
+    """End what a group still waits for when the process ends; nothing where the group has gone before."""
+    if (left := group()) is not None:
+        left.end_waits()
 
 
 def _wait(waits: queue.SimpleQueue[tuple[dist.Work, timedelta, queue.SimpleQueue[Any]] | None]) -> None:

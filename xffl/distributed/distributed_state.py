@@ -973,6 +973,7 @@ def leave_job(state: DistributedState) -> None:
     :param state: The rank's state.
     """
     if state._job_group is not None:
+        state._job_group.end_waits()
         state._job_group.close()
         state._job_group = None
 

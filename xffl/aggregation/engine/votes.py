@@ -16,6 +16,7 @@ import torch
 from xffl.aggregation.engine.transport import Move, Progress, start_moves
 from xffl.costs import STATUS_BYTES
 from xffl.distributed.collectives import Group
+from xffl.distributed.cross_world import CrossWorldGroup
 from xffl.topology import Topology
 
 __all__ = ["MOST_NUMBERS", "PACKED", "MergeMode", "RoundStatus", "Seal", "VotePhase", "VoteTree", "by_cell", "swap"]
@@ -190,5 +191,6 @@ def swap(receive: Sequence[Move], send: Sequence[Move], group: Group | None) -> 
         for work in start_moves(receive, send, group, VOTE_TAG):
             work.wait()
     except RuntimeError as broken:
-        ranks = sorted({rank for _, rank in (*send, *receive)})
+        first = group.first if isinstance(group, CrossWorldGroup) else 0  # worlds that share no numbers
+        ranks = sorted({rank - first for _, rank in (*send, *receive)})
         raise RuntimeError(f"{broken}, in a vote with ranks {ranks}") from broken

@@ -66,6 +66,9 @@ class NamedWait:
         if self._is_watched:
             self._timer.join(_LOOK_S)  # a store that does not answer is no reason to wait on
         self._frame = None  # it holds what the callers hold
+        # The timer's thread refers to this object and may end late. A group that goes on it while the process ends
+        # aborts the process: torch's destructor takes the GIL.
+        self._group = None
         self._timer = None  # which refers to this object
         if error is not None and self._missed:
             error.args = (f"{error}; {self._missed}",)
