@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import xffl
 from tests.ports import free_port
@@ -19,69 +23,95 @@ from tests.worlds import be_launched, run_world
 from xffl.aggregation.engine.decision.consensus import RoundInput
 from xffl.aggregation.federations.elastic import ElasticAggregator
 from xffl.distributed import ElasticParameters
+from xffl.distributed.consistency import gather_objects
 from xffl.distributed.cross_world import CrossWorldGroup
 from xffl.distributed.parameters import DeviceParameters
 
-ROUNDS = 50
-ERRORS = {
-    "checkpoint": xffl.CheckpointError("a part of the server's state is missing"),
-    "value": ValueError("no such value"),
+LAST_ROUNDS = 3
+LACKS = "a part of the server's state is missing"
+
+
+def lack_state() -> None:
+    raise xffl.CheckpointError(LACKS)
+
+
+def lack_memory() -> None:
+    torch.empty(2**60, dtype=torch.uint8)
+
+
+def make_part(rank: int) -> nn.Module:
+    """Return one of two parts of a layer."""
+    model = nn.Linear(3, 8, bias=False)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model.weight = nn.Parameter(distribute_tensor(torch.linspace(-1, 1, 24).reshape(8, 3), mesh, [Shard(0)]))
+    return model
+
+
+CASES: dict[str, tuple[DeviceParameters, Callable[[int], nn.Module], Callable[[], None], str]] = {
+    "stages": (DeviceParameters(pp=2), Stage, lack_state, LACKS),
+    "parts of layers": (DeviceParameters(tp=2), make_part, lack_memory, "DefaultCPUAllocator: can't allocate memory"),
 }
 
 
-def be_stage(rank: int, world: int, url: str, ports: tuple[int, ...], folder: str, kind: str) -> tuple[int, float, str]:
-    """Be one of two stages of a cell. Of the second cell, which comes late, the last rank fails on entering.
+def be_part(rank: int, world: int, url: str, ports: tuple[int, ...], folder: str, case: str) -> tuple[int, float, str]:
+    """Be one of two ranks of a cell. Of the second cell, which comes late, the last rank fails on entering.
 
-    Return the rounds that were made, how many seconds it took to end, and what this rank has raised.
+    Return the rounds made after that, how many seconds it took to end, and what this rank has raised.
     """
-    cell, stage = divmod(rank, 2)
-    be_launched(stage, 2, ports[cell])
-    shape, elastic = DeviceParameters(pp=2), ElasticParameters(lighthouse=url)
+    cell, place = divmod(rank, 2)
+    be_launched(place, 2, ports[cell])
+    shape, make, fail, _ = CASES[case]
+    elastic = ElasticParameters(lighthouse=url)
     bring_up = ElasticAggregator._bring_up
 
     def bringing_up(self: ElasticAggregator, *given: Any) -> None:
         if rank == 3:
-            raise ERRORS[kind]
+            fail()
         bring_up(self, *given)
 
     begun = Path(folder, "begun")
+    ended = Path(folder, "ended")
     while cell == 1 and not begun.exists():
         time.sleep(0.05)
     with (
         mock.patch.object(ElasticAggregator, "_bring_up", bringing_up),
         xffl.session(cell=cell, cells=2, device_parameters=shape, elastic=elastic, timeout_s=60) as state,
     ):
-        rounds = ElasticAggregator(Stage(stage), state, server="fedadam:lr=0.1")
+        rounds = ElasticAggregator(make(place), state, server="fedadam:lr=0.1")
         told = ""
+        last = 0
         started = time.monotonic()
         if cell == 0:
             rounds.join()
-            while rounds.rounds < ROUNDS:
+            while last < LAST_ROUNDS:
                 play(rounds.model, rounds, cell, rounds.rounds + 1)
                 begun.touch()
                 time.sleep(0.1)
+                [has_ended] = gather_objects(ended.exists())[:1]
+                last += has_ended
         else:
             try:
                 rounds.join()
             except Exception as error:  # noqa: BLE001 - compared below
                 told = f"{type(error).__name__}: {error}"
+            ended.touch()
         seconds = time.monotonic() - started
         with suppress(Exception):
             rounds.close()
-    return rounds.rounds, seconds, told
+    return last, seconds, told
 
 
-@pytest.mark.parametrize("kind", ERRORS)
+@pytest.mark.parametrize("case", CASES)
 def test_a_rank_that_fails_alone_on_entering_ends_its_cell_and_no_other(
     lighthouse: str,  # noqa: F811
     tmp_path: Path,
-    kind: str,
+    case: str,
 ) -> None:
-    told = run_world(4, be_stage, lighthouse, (free_port(), free_port()), str(tmp_path), kind, init=False, timeout_s=60)
-    for rounds, _, error in told[:2]:
-        assert (rounds, error) == (ROUNDS, "")
+    told = run_world(4, be_part, lighthouse, (free_port(), free_port()), str(tmp_path), case, init=False, timeout_s=100)
+    for last, _, error in told[:2]:
+        assert (last, error) == (LAST_ROUNDS, "")
     for _, seconds, error in told[2:]:
-        assert str(ERRORS[kind]) in error
+        assert CASES[case][-1] in error
         assert seconds < 10.0
 
 
