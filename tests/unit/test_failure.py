@@ -28,7 +28,7 @@ from xffl.cluster.launch.failure import (
 from xffl.cluster.listening import PortHeldError
 from xffl.cluster.reaching import UnansweredError
 from xffl.distributed.failures.first_failure import JoinedWorld, tell_failure
-from xffl.errors import ConfigError, LaunchError, TopologyError
+from xffl.errors import ConfigError, LaunchError, RoundError, TopologyError
 from xffl.topology import Topology
 
 
@@ -189,3 +189,8 @@ def test_a_bounded_number_of_ranks_looks_for_those_that_are_gone() -> None:
         thread.join()
     assert all("since of rank 9 (cell 1), which was killed" in describe_failure(error).headline for error in errors)
     assert set(store.looks.values()) == {4}
+
+
+def test_a_rank_that_was_lost_between_worlds_is_told_of_as_any_other() -> None:
+    text = "round 1 could not be opened: a rank of the group rounds/1 was lost in the middle of a message"
+    assert is_only_lost_peer(RoundError(text))
