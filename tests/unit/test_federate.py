@@ -74,7 +74,7 @@ def test_cells_have_parts_of_equal_length_and_streams_are_refused() -> None:
         deal_out(iter(range(11)), cell=0, cells=3, seed=4)
 
 
-STATE: Any = SimpleNamespace(cell=0, cells=2, cell_rank=0, cell_size=1)
+STATE: Any = SimpleNamespace(cell=0, cells=2, cell_rank=0, cell_size=1, is_first_of_job=True)
 """All that checkpoints ask of a state."""
 
 
@@ -103,12 +103,13 @@ def saved(folder: Path, told: str, kept: int | None = None) -> CellCheckpoints:
 
 @pytest.mark.parametrize(("told", "step"), [("0 1 2", 6), ("0", 2), ("", None), ("1", 6)])
 def test_the_newest_checkpoint_after_as_many_rounds_as_the_others_is_used(
-    told: str, step: int | None, tmp_path: Path
+    told: str, step: int | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checkpoints = saved(tmp_path, told)
     (tmp_path / "checkpoint-8").mkdir()  # a kill has left it
     resumed = checkpoints.agree("", starts_over=False)
     assert (None if resumed is None else resumed.step) == step
+    assert ("there is no checkpoint of cell 1, so all 2 cells begin anew" in capsys.readouterr().err) == (not told)
     if resumed is not None:
         assert checkpoints.load(resumed) == {"step": step}
     # What is newer is written again, and is not whole until then.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from xffl.distributed.consistency import gather_objects, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import CheckpointError, ConfigError
 from xffl.files import open_regular, read_fields, remove_file, sync, write_whole, written_whole
+from xffl.topology import cells_text
 
 __all__ = ["CellCheckpoints", "WholeCheckpoint"]
 
@@ -87,6 +89,10 @@ class CellCheckpoints:
                 f"all cells have checkpoints, but none that go together ({lines}); give the folder of a run that began "
                 "with these cells, remove the checkpoints, or call train(resume_from_checkpoint=False)"
             )
+        if common is None and any(told) and self._state.is_first_of_job:
+            without = [cell for cell, text in enumerate(told) if not text]
+            text = f"there is no checkpoint of {cells_text(without)}, so all {len(told)} cells begin anew"
+            print(f"xffl: {text}", file=sys.stderr, flush=True)
         chosen = [checkpoint for checkpoint in whole if checkpoint.meetings == common]
         resumed = chosen[-1] if chosen else None
         if self._state.cell_rank == 0:
