@@ -22,6 +22,7 @@ from torch import nn
 import xffl
 from tests.golden.cases import KINDS, bits
 from tests.golden.table import CASES
+from tests.kept import Own
 from tests.ports import free_port
 from tests.worlds import be_launched, run_world
 from xffl.checkpoint import AsyncSaver, CheckpointManager, load_checkpoint, save_checkpoint
@@ -125,19 +126,6 @@ def compare(names: tuple[str, ...], folder: Path) -> dict[str, str]:
 def test_isolated_cells_have_the_bits_of_one_world(tmp_path: Path) -> None:
     equal = compare(EQUAL, tmp_path)
     assert equal == dict.fromkeys(EQUAL, "equal")
-
-
-class Own:
-    """What each rank keeps for itself."""
-
-    def __init__(self, value: int) -> None:
-        self.value = value
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.value = state["value"]
 
 
 def keep(rank: int, world_size: int, port: int, folder: str) -> list[Any]:
