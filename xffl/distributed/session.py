@@ -50,8 +50,7 @@ from xffl.distributed.groups import (
 from xffl.distributed.isolated_cell import is_isolated
 from xffl.distributed.parameters import DeviceParameters, ElasticParameters
 from xffl.distributed.startup.meeting import (
-    PlaceBook,
-    check_consistent_on_store,
+    agree_on_store,
     meet,
     note_meeting_failed,
     world_store,
@@ -294,7 +293,7 @@ def setup_distributed_process_group(
                 is_own_address=master_addr is not None or master_port is not None,
                 is_patient=join_timeout_s is not None,
             )
-            place, request = _agree(meeting, place, ask=ask, error=error, timeout_s=join_s)
+            place, request = agree_on_store(meeting, place, ask, timeout_s=join_s, error=error)
             _join(meeting, place, request)
         except XfflError as wrong:
             note_meeting_failed(wrong, place)
@@ -313,35 +312,6 @@ def _find_place(told: Mapping[str, Any]) -> ProcessEnvironment:
         from xffl.distributed.startup.mistakes import claimed_place, raise_at_meeting
 
         raise_at_meeting(wrong, claimed_place(told))
-
-
-def _agree(
-    meeting: Store,
-    place: ProcessEnvironment,
-    ask: Callable[[ProcessEnvironment], _Request],
-    error: XfflError | None,
-    timeout_s: float,
-) -> tuple[ProcessEnvironment, _Request]:
-    """Return the place of this rank, and what all ranks ask for; all raise the same error where one has an error."""
-    book = PlaceBook(meeting, place)
-    book.claim()
-    request: _Request | None = None
-    if error is None:
-        try:
-            request = ask(place)
-        except XfflError as wrong:
-            error = wrong
-    check_consistent_on_store(
-        meeting,
-        rank=place.rank,
-        world_size=place.world_size,
-        value=str(request),
-        error=error,
-        timeout_s=timeout_s,
-        judge=book.judge,
-    )
-    assert request is not None, "the ranks agree on errors only by raising one"
-    return book.complete(), request
 
 
 def _begin(place: ProcessEnvironment, request: _Request) -> DistributedState:

@@ -11,7 +11,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
@@ -36,8 +38,7 @@ from xffl.distributed.isolated_cell import IsolatedCell, read_isolated_cell
 from xffl.distributed.job_ranks import join_job
 from xffl.distributed.startup.joining import join_store
 from xffl.distributed.startup.meeting import (
-    PlaceBook,
-    check_consistent_on_store,
+    agree_on_store,
     meet,
     note_meeting_failed,
     wait_for_readers,
@@ -150,10 +151,10 @@ def _meet_in_cells(
     The port at which the cell meets is held, by the cell's first rank, until the end of ``stack``.
     """
     meeting = meet(place, timeout_s, is_own_address=False, is_patient=False)
-    sizes, place = _agree(meeting, place, federated=federated, timeout_s=timeout_s)
+    place, cells = agree_on_store(meeting, place, partial(_find_cells, federated), timeout_s=timeout_s)
     store, address = _open_job_store(meeting, place, timeout_s)
     del meeting  # so that its port is free for a session that comes after this one
-    isolated = IsolatedCell(place.rank, sizes, address)
+    isolated = IsolatedCell(place.rank, cells.sizes, address)
     nodes = _gather_nodes(store, place, isolated)
     if isolated.cell_rank == 0:
         # Another program that asks for any free port does not get it until the cell's own rank listens there.
@@ -167,31 +168,17 @@ def _meet_in_cells(
     return isolated, store, variables
 
 
-def _agree(
-    meeting: Store, place: ProcessEnvironment, *, federated: Federation | None, timeout_s: float
-) -> tuple[tuple[int, ...], ProcessEnvironment]:
-    """Return the ranks of each cell, and this rank's place with its node; all raise the error of any rank."""
-    book = PlaceBook(meeting, place)
-    book.claim()
-    sizes: tuple[int, ...] = ()
-    error: XfflError | None = None
-    try:
-        sizes = _read_sizes(federated, place)
-    except XfflError as wrong:
-        error = wrong
-    check_consistent_on_store(
-        meeting,
-        rank=place.rank,
-        world_size=place.world_size,
-        value=f"isolated cells of {sizes} ranks",
-        error=error,
-        timeout_s=timeout_s,
-        judge=book.judge,
-    )
-    return sizes, book.complete()
+@dataclass(frozen=True)
+class _Cells:
+    """What each rank asks for; all ask for the same."""
+
+    sizes: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"isolated cells of {self.sizes} ranks"
 
 
-def _read_sizes(federated: Federation | None, place: ProcessEnvironment) -> tuple[int, ...]:
+def _find_cells(federated: Federation | None, place: ProcessEnvironment) -> _Cells:
     asked, _, sources = complete_federation(read_federation(federated, "federated"), None)
     if asked is None:
         raise ConfigError("isolate needs the sizes of the cells; give federated, such as 2,2 (XFFL_FEDERATED)")
@@ -205,7 +192,7 @@ def _read_sizes(federated: Federation | None, place: ProcessEnvironment) -> tupl
     accept_cells(asked, len(sizes), place.world_size, required_cells(), is_speaker=place.rank == 0)
     if len(sizes) == 1:
         raise ConfigError(f"isolate needs cells, but federated {asked!r} makes a single one; leave isolate out")
-    return sizes
+    return _Cells(sizes)
 
 
 def _open_job_store(meeting: Store, place: ProcessEnvironment, timeout_s: float) -> tuple[Store, str]:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
@@ -35,12 +36,16 @@ from xffl.topology import ranks_text
 
 __all__ = [
     "PlaceBook",
+    "agree_on_store",
     "check_consistent_on_store",
     "meet",
     "note_meeting_failed",
     "wait_for_readers",
     "world_store",
 ]
+
+Asked = TypeVar("Asked")
+"""What a rank asks for before there is a process group"""
 
 TELL_AFTER_S = 30.0
 """How long rank 0 waits for the others to meet before it says who has not come"""
@@ -214,6 +219,44 @@ class PlaceBook:
             return place
         local_size, node_rank, nodes = map(int, self._store.get(f"place/{place.rank}").decode().split())
         return replace(place, node_local_size=local_size, node_rank=node_rank, node_world_size=nodes)
+
+
+def agree_on_store(
+    meeting: Store,
+    place: ProcessEnvironment,
+    ask: Callable[[ProcessEnvironment], Asked],
+    timeout_s: float,
+    error: XfflError | None = None,
+) -> tuple[ProcessEnvironment, Asked]:
+    """Leave this rank's claim of a place, and compare what all ranks ask for; collective over those that meet.
+
+    :param meeting: The store at which they meet.
+    :param place: What this rank was told of its place.
+    :param ask: Returns what this rank asks for, whose text is compared; XfflError where it asks for nothing valid.
+    :param timeout_s: Seconds that ranks wait for each other.
+    :param error: What was wrong on this rank before; ``ask`` is then not called.
+    :return: This rank's place with what the ranks have found out of it, and what it asks for.
+    :raises XfflError: if there was an error on any rank, or ranks ask for unlike things; the same on all ranks.
+    """
+    book = PlaceBook(meeting, place)
+    book.claim()
+    asked: Asked | None = None
+    if error is None:
+        try:
+            asked = ask(place)
+        except XfflError as wrong:
+            error = wrong
+    check_consistent_on_store(
+        meeting,
+        rank=place.rank,
+        world_size=place.world_size,
+        value=str(asked),
+        error=error,
+        timeout_s=timeout_s,
+        judge=book.judge,
+    )
+    assert asked is not None, "the ranks agree on errors only by raising one"
+    return book.complete(), asked
 
 
 def check_consistent_on_store(
