@@ -135,12 +135,9 @@ class CellCheckpoints:
 
     def _find_whole(self) -> list[WholeCheckpoint]:
         """Return the cell's whole checkpoints, by step."""
-        if not self._folder.is_dir():
-            return []
         whole = []
-        for folder in self._folder.iterdir():
-            name = FOLDER.fullmatch(folder.name)
-            if name is None or not (folder / MARKER).is_file():
+        for step, folder in self._find_folders():
+            if not (folder / MARKER).is_file():
                 continue
             fields = read_fields(folder / MARKER, limit=MARKER_LIMIT, hint=f"remove {folder}")
             saved = fields.integer("cells"), fields.integer("cell"), fields.integer("ranks")
@@ -151,8 +148,8 @@ class CellCheckpoints:
                     f"{place[1]} of {place[0]} with {place[2]} ranks; start with the same cells, or with another "
                     "output_dir"
                 )
-            whole.append(WholeCheckpoint(folder, int(name[1]), fields.integer("meetings")))
-        return sorted(whole, key=lambda checkpoint: checkpoint.step)
+            whole.append(WholeCheckpoint(folder, step, fields.integer("meetings")))
+        return whole
 
     def _mark(self, folder: Path, step: int, meetings: int) -> None:
         """Flush Trainer's files to the disk, then write the marker."""
@@ -163,9 +160,8 @@ class CellCheckpoints:
         write_whole(folder / MARKER, json.dumps({"step": step, "meetings": meetings, **place}) + "\n")
 
     def _unmark_newer(self, step: int) -> None:
-        for folder in self._folder.glob("checkpoint-*"):
-            name = FOLDER.fullmatch(folder.name)
-            if name is not None and int(name[1]) > step:
+        for saved_step, folder in self._find_folders():
+            if saved_step > step:
                 remove_file(folder / MARKER)
 
     def _tell(self, whole: Iterable[WholeCheckpoint]) -> None:
@@ -180,7 +176,18 @@ class CellCheckpoints:
         for checkpoint in list(whole)[: -self._kept]:
             if checkpoint.meetings < common:
                 remove_file(checkpoint.folder / MARKER)
-                shutil.rmtree(checkpoint.folder, ignore_errors=True)
+        newest = max(checkpoint.step for checkpoint in whole)
+        for step, folder in self._find_folders():
+            # What has no marker was not written to its end, or is no longer wanted, now or before a kill.
+            if step < newest and not (folder / MARKER).is_file():
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _find_folders(self) -> list[tuple[int, Path]]:
+        """Return the folders of Trainer's checkpoints with their steps, in the order of steps."""
+        if not self._folder.is_dir():
+            return []
+        named = [(FOLDER.fullmatch(folder.name), folder) for folder in self._folder.iterdir()]
+        return sorted((int(name[1]), folder) for name, folder in named if name is not None)
 
 
 def _find_common(told: Collection[str | None]) -> int | None:
