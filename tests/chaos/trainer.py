@@ -27,7 +27,7 @@ from typing import Any
 
 from tests.chaos.storm import HERE, REPO, environment
 from tests.processes import still_there
-from xffl.integrations.transformers.checkpoints import MARKER
+from xffl.integrations.checkpoints import MARKER
 
 CELLS = 2
 KINDS = ("DDP", "FSDP2")
