@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Any
 
 from torch import nn
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 from xffl.aggregation.aggregator import Aggregator
 from xffl.aggregation.federated_scaling import FederatedScaling
@@ -189,19 +189,24 @@ class TrainerRounds(TrainerCallback):  # type: ignore[misc]
         self.reports.append(report)
 
     def _log_rounds(self, control: Any) -> None:
-        """Write the rounds since the last call into Trainer's log, from which all of its loggers read."""
+        """Write the rounds since the last call into Trainer's log, from which all of its loggers read.
+
+        Through ``Trainer.log``: TRL's trainers override it, and would add the means of their metrics to these lines and
+        start them anew.
+        """
         should_log = control.should_log
         reports = self.reports[self._logged :]
         self._logged = len(self.reports)
         for report in reports:
             cells = sum(weight > 0 for weight in report.weights) - len(report.dropped)
-            self._trainer.log(
+            Trainer.log(
+                self._trainer,
                 {
                     "xffl/round": report.round,
                     "xffl/cells": cells,
                     "xffl/bytes": report.bytes_across,
                     "xffl/seconds": round(report.seconds, 4),
-                }
+                },
             )
         control.should_log = should_log  # a log has unset it, and Trainer's own of this step is still to come
 
