@@ -11,10 +11,11 @@ import torch
 
 from xffl.distributed.cell_notes import LoneNotes
 from xffl.errors import ConfigError
-from xffl.integrations.transformers.checkpoints import CellCheckpoints
-from xffl.integrations.transformers.dealing import deal_out
+from xffl.integrations.checkpoints import CellCheckpoints
+from xffl.integrations.dealing import deal_out
 from xffl.integrations.transformers.refusals import check_arguments
-from xffl.integrations.transformers.weights import find_count
+from xffl.integrations.transformers.trainer_files import TrainerFiles
+from xffl.integrations.weights import find_count
 
 PLAIN = {
     "load_best_model_at_end": False,
@@ -110,10 +111,11 @@ class OtherCell(LoneNotes):
 
 def saved(folder: Path, told: str, kept: int | None = None) -> CellCheckpoints:
     """Save checkpoints of the steps 2, 4 and 6, which have 0, 1 and 1 rounds behind them."""
-    checkpoints = CellCheckpoints(folder, STATE, OtherCell(told), kept)
+    checkpoints = CellCheckpoints(TrainerFiles(folder, kept), STATE, OtherCell(told))
     for step, meetings in ((2, 0), (4, 1), (6, 1)):
-        (folder / f"checkpoint-{step}").mkdir()
-        checkpoints.save(step, meetings, {"step": step})
+        checkpoint = folder / f"checkpoint-{step}"
+        checkpoint.mkdir()
+        checkpoints.save(checkpoint, step, meetings, {"step": step})
     return checkpoints
 
 
@@ -129,7 +131,7 @@ def test_the_newest_checkpoint_after_as_many_rounds_as_the_others_is_used(
     if resumed is not None:
         assert checkpoints.load(resumed) == {"step": step}
     # What is newer is written again, and is not whole until then.
-    again = CellCheckpoints(tmp_path, STATE, OtherCell("0 1"), None).agree("", starts_over=False)
+    again = CellCheckpoints(TrainerFiles(tmp_path, None), STATE, OtherCell("0 1")).agree("", starts_over=False)
     assert again == resumed
 
 
@@ -137,7 +139,7 @@ def test_checkpoints_of_which_none_go_together_are_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="none that go together .cell 0 after rounds 0 1 1, cell 1 after rounds 7"):
         saved(tmp_path, "7").agree("", starts_over=False)
     assert saved_steps(tmp_path) == [2, 4, 6]
-    assert CellCheckpoints(tmp_path, STATE, OtherCell("7"), None).agree("", starts_over=True) is None
+    assert CellCheckpoints(TrainerFiles(tmp_path, None), STATE, OtherCell("7")).agree("", starts_over=True) is None
 
 
 def test_a_checkpoint_that_a_slower_cell_needs_is_kept(tmp_path: Path) -> None:

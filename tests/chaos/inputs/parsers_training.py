@@ -19,7 +19,8 @@ from tests.unit.test_run_report import run_files
 from xffl.aggregation.algorithms.registry import resolve_algorithm
 from xffl.aggregation.compression import codec_of
 from xffl.distributed.cell_notes import LoneNotes
-from xffl.integrations.transformers.checkpoints import CellCheckpoints, WholeCheckpoint
+from xffl.integrations.checkpoints import CellCheckpoints, WholeCheckpoint
+from xffl.integrations.transformers.trainer_files import TrainerFiles
 from xffl.naming import Writer
 from xffl.training.data.partition import Partition, quantity
 from xffl.training.data.tokens import CharacterTokenizer, TokenDataset, write_tokens
@@ -160,12 +161,14 @@ def read_codec(content: bytes, folder: Path) -> None:
 def own_checkpoints(folder: Path) -> CellCheckpoints:
     """Return the checkpoints that a Trainer has saved in the folder, with nothing in them but what federate adds."""
     state: Any = SimpleNamespace(cell=0, cells=1, cell_rank=0, cell_size=1)
-    return CellCheckpoints(folder, state, LoneNotes(), None)
+    return CellCheckpoints(TrainerFiles(folder, None), state, LoneNotes())
 
 
 def marker_examples(folder: Path) -> list[bytes]:
     (folder / "checkpoint-2").mkdir(exist_ok=True)
-    own_checkpoints(folder).save(2, 1, {"rounds": {"since": 1, "values": torch.ones(3)}, "count": 2.0})
+    own_checkpoints(folder).save(
+        folder / "checkpoint-2", 2, 1, {"rounds": {"since": 1, "values": torch.ones(3)}, "count": 2.0}
+    )
     return [(folder / "checkpoint-2" / "xffl_cell.json").read_bytes()]
 
 

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
-from torch import nn
 from transformers import Trainer, TrainerCallback
 
-from xffl.aggregation.aggregator import Aggregator
 from xffl.aggregation.federated_scaling import FederatedScaling
 from xffl.aggregation.report import RoundReport
 from xffl.distributed.cell_notes import CellNotes
 from xffl.distributed.distributed_state import DistributedState
-from xffl.distributed.sharding import local_tensor
 from xffl.errors import StateError
-from xffl.integrations.transformers.checkpoints import CellCheckpoints, WholeCheckpoint
-from xffl.integrations.transformers.frozen import check_frozen
-from xffl.integrations.transformers.weights import BatchCount
+from xffl.integrations.checkpoints import CellCheckpoints, WholeCheckpoint
+from xffl.integrations.first_model import take_model_of_first_cell, weights_put_aside
+from xffl.integrations.frozen import check_frozen
+from xffl.integrations.weights import BatchCount
 
 __all__ = ["TrainerRounds"]
 
@@ -30,21 +28,6 @@ class Phase(Enum):
     BEFORE = "before"
     UNDER_WAY = "under way"
     OVER = "over"
-
-
-@contextmanager
-def weights_put_aside(model: nn.Module) -> Iterator[None]:
-    """Let the model be zero while the block runs, and keep what it trains, and its buffers, in the host's memory."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    tensors = [local_tensor(tensor.detach()) for tensor in (*trained, *model.buffers())]
-    kept = [tensor.to("cpu", copy=True) for tensor in tensors]
-    for tensor in tensors:
-        tensor.zero_()
-    try:
-        yield
-    finally:
-        for tensor, values in zip(tensors, kept, strict=True):
-            tensor.copy_(values)
 
 
 class TrainerRounds(TrainerCallback):  # type: ignore[misc]
@@ -109,9 +92,9 @@ class TrainerRounds(TrainerCallback):  # type: ignore[misc]
         """Begin with one model in all cells: optimizer, wrappers and checkpoint are there."""
         model = self._trainer.model_wrapped
         if self._notes is not None:
-            check_frozen(model, self.state, self._notes)
+            check_frozen(model, self.state, self._notes, seeding="call transformers.set_seed")
         if self.resumed is None and self.state.isolated is not None:
-            self._take_model_of_first_cell(model)
+            take_model_of_first_cell(model, self.state)
         scaling = FederatedScaling(
             model,
             self._trainer.optimizer,
@@ -124,7 +107,6 @@ class TrainerRounds(TrainerCallback):  # type: ignore[misc]
             scaling.__enter__()
             self._scaling = scaling
         else:
-            # Between two rounds the cells' models differ, and rounds are set up for one that all have.
             with weights_put_aside(model):
                 scaling.__enter__()
                 self._scaling = scaling
@@ -162,7 +144,8 @@ class TrainerRounds(TrainerCallback):  # type: ignore[misc]
         before = 0 if self.resumed is None else self.resumed.meetings
         meetings = before + self._scaling.meetings
         saved = {"rounds": self._scaling.state_dict(), "count": self._count.counted()}
-        self._checkpoints.save(trainer_state.global_step, meetings, saved)
+        folder = Path(args.output_dir) / f"checkpoint-{trainer_state.global_step}"
+        self._checkpoints.save(folder, trainer_state.global_step, meetings, saved)
         self._saved_step = trainer_state.global_step
 
     def on_train_end(self, args: Any, trainer_state: Any, control: Any, **kwargs: Any) -> None:
@@ -173,12 +156,6 @@ class TrainerRounds(TrainerCallback):  # type: ignore[misc]
         if scaling is not None:
             scaling.__exit__(None, None, None)
             self._log_rounds(control)
-
-    def _take_model_of_first_cell(self, model: Any) -> None:
-        """Let all cells begin with the model of cell 0, whatever seeds and files they have; collective over the job."""
-        aggregator = Aggregator(model, self.state)
-        aggregator.aggregate(weight=1.0 if self.state.job_rank == 0 else 0.0)
-        aggregator.close()
 
     def _take_count(self) -> float:
         count = self._count.counted()

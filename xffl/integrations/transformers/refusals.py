@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import ConfigError
 
-__all__ = ["check_arguments", "check_cells"]
+__all__ = ["check_arguments"]
 
 _REASONS = {
     "load_best_model_at_end": (
@@ -52,21 +51,4 @@ def check_arguments(trainer: Any) -> None:
         raise ConfigError(
             "federate does not know DeepSpeed yet; shard the cell with FSDP2 (fsdp=True, fsdp_config={'version': 2}), "
             "or make the rounds by xffl.FederatedScaling (DeepSpeed in the manual)"
-        )
-
-
-def check_cells(state: DistributedState) -> None:
-    """Refuse a world in which a Trainer would train over several cells; local.
-
-    :param state: The state of this rank.
-    :raises ConfigError: if the world is no single cell of a federation; the text has the line to write.
-    """
-    ranks = state.topology.world_size
-    is_in_federation = state.isolated is not None or state.lone_cell is not None
-    if state.topology.cells > 1 or (ranks > 1 and not is_in_federation):
-        sizes = ",".join(map(str, state.topology.sizes)) if state.topology.cells > 1 else "2,2"
-        raise ConfigError(
-            f"Trainer trains over torch.distributed's default group, which holds all {ranks} ranks of this "
-            "job: gradients would cross between cells in every step; start with xffl exec --isolate --federated "
-            f"{sizes} SCRIPT, and without an xffl.session in the script"
         )

@@ -13,10 +13,12 @@ from xffl.distributed.adoption import adopt
 from xffl.distributed.cell_notes import open_notes
 from xffl.errors import ConfigError, StateError
 from xffl.extras import optional_import
-from xffl.integrations.transformers.checkpoints import CellCheckpoints
-from xffl.integrations.transformers.dealing import deal_out
-from xffl.integrations.transformers.refusals import check_arguments, check_cells
-from xffl.integrations.transformers.weights import BatchCount, find_count
+from xffl.integrations.cells import check_cells
+from xffl.integrations.checkpoints import CellCheckpoints
+from xffl.integrations.dealing import deal_out
+from xffl.integrations.transformers.refusals import check_arguments
+from xffl.integrations.transformers.trainer_files import TrainerFiles
+from xffl.integrations.weights import BatchCount, find_count
 
 if TYPE_CHECKING:
     from xffl.integrations.transformers.callback import TrainerRounds
@@ -77,7 +79,7 @@ def federate(
     if data not in ("split", "own"):
         raise ConfigError(f"data is {data!r}; give 'split' or 'own'")
     state = adopt()
-    check_cells(state)
+    check_cells(state, "Trainer")
     count = find_count(weight, state.cell_rank)
     if data == "split":
         trainer.train_dataset = deal_out(trainer.train_dataset, cell=state.cell, cells=state.cells, seed=seed)
@@ -145,7 +147,7 @@ def _train_in_rounds(trainer: Any, rounds: TrainerRounds, kept: int | None, argu
         if trial is not None:
             raise ConfigError("a federated Trainer does not know hyperparameter_search; start a job for each setting")
         notes = open_notes(rounds.state, "trainer")
-        checkpoints = CellCheckpoints(Path(trainer.args.output_dir), rounds.state, notes, kept)
+        checkpoints = CellCheckpoints(TrainerFiles(Path(trainer.args.output_dir), kept), rounds.state, notes)
         folder = rounds.begin(checkpoints, notes, arguments, starts_over=resume_from_checkpoint is False)
         try:
             return train(resume_from_checkpoint=folder, **kwargs)

@@ -1,4 +1,4 @@
-"""The parameters that a Trainer does not train, as those below adapters, which rounds do not send."""
+"""The parameters that a framework does not train, as those below adapters, which rounds do not send."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By bytes of an element"""
 
 
-def check_frozen(model: nn.Module, state: DistributedState, notes: CellNotes) -> None:
+def check_frozen(model: nn.Module, state: DistributedState, notes: CellNotes, *, seeding: str) -> None:
     """Refuse isolated cells whose frozen parameters differ: adapters would not go together; collective over the job.
 
     Each is summed up as integers, once. Shards of cells of unlike sizes are not compared.
 
-    :param model: The model, as Trainer has wrapped it.
+    :param model: The model, as a framework has wrapped it.
     :param state: The state of the cell.
     :param notes: What the cells tell each other.
+    :param seeding: What a user writes to seed all cells alike, for the message.
     :raises ConfigError: if they differ; another rank may see first that the job's store has ended by it.
     """
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
@@ -38,7 +39,7 @@ def check_frozen(model: nn.Module, state: DistributedState, notes: CellNotes) ->
     if len(set(notes.gather("frozen"))) > 1:
         raise ConfigError(
             f"the {len(frozen)} frozen parameters differ between the cells, and rounds do not send them; load the same "
-            "file in all cells, or call transformers.set_seed before the model is made"
+            f"file in all cells, or {seeding} before the model is made"
         )
 
 

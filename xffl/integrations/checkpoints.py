@@ -1,20 +1,18 @@
-"""Trainer's checkpoints as those of one cell: with the state of its rounds, and whole or not used at all.
+"""A framework's checkpoints as those of one cell: with the state of its rounds, and whole or not used at all.
 
-Trainer writes ``checkpoint-N`` file by file. A marker, written last, tells that the folder is whole and how many rounds
-the cell has entered before. Between rounds cells are independent, so checkpoints of all cells go together if they have
-the same number of rounds behind them, whatever their steps are.
+Frameworks write checkpoints file by file. A marker, written last, tells that one is whole and how many rounds the cell
+has entered before. Between rounds cells are independent, so checkpoints of all cells go together if they have the same
+number of rounds behind them, whatever their steps are.
 """
 
 from __future__ import annotations
 
 import json
-import re
-import shutil
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -26,12 +24,11 @@ from xffl.errors import CheckpointError, ConfigError
 from xffl.files import open_regular, read_fields, remove_file, sync, write_whole, written_whole
 from xffl.topology import cells_text
 
-__all__ = ["CellCheckpoints", "WholeCheckpoint"]
+__all__ = ["CellCheckpoints", "CheckpointFiles", "WholeCheckpoint"]
 
 MARKER = "xffl_cell.json"
 """The file that is written last"""
 MARKER_LIMIT = 2**16
-FOLDER = re.compile(r"checkpoint-([0-9]{1,15})")
 
 
 @dataclass(frozen=True)
@@ -39,27 +36,45 @@ class WholeCheckpoint:
     """A checkpoint of one cell that was written to its end."""
 
     folder: Path
-    """Trainer's folder"""
+    """The folder with the marker and the state of rounds"""
     step: int
-    """Trainer's ``global_step``"""
+    """The optimizer steps that the framework has counted"""
     meetings: int
     """How many rounds, and checks that skipped one, the cell had entered"""
+
+
+class CheckpointFiles(Protocol):
+    """Where a framework keeps the checkpoints of one cell."""
+
+    @property
+    def start_over(self) -> str:
+        """What a user writes to use no checkpoint, for messages."""
+
+    def folders(self) -> Iterable[Path]:
+        """Return the folders in which there may be a marker."""
+
+    def files(self, folder: Path) -> Iterable[Path]:
+        """Return the files of the checkpoint with this folder, the framework's too."""
+
+    def find_surplus(self, whole: Sequence[WholeCheckpoint]) -> Iterable[WholeCheckpoint]:
+        """Return the checkpoints, of whole ones by step, that the user does not want to keep."""
+
+    def remove(self, folder: Path) -> None:
+        """Remove the checkpoint with this folder."""
 
 
 class CellCheckpoints:
     """The checkpoints of one cell, and which of them go together with those of the other cells.
 
-    :param folder: Trainer's ``output_dir``, of this cell alone.
+    :param files: Where the framework keeps them.
     :param state: The state of the cell.
     :param notes: What the cells of this job tell each other of their checkpoints.
-    :param kept: How many whole checkpoints the user wants to keep; ``None`` keeps all.
     """
 
-    def __init__(self, folder: Path, state: DistributedState, notes: CellNotes, kept: int | None) -> None:
-        self._folder = folder
+    def __init__(self, files: CheckpointFiles, state: DistributedState, notes: CellNotes) -> None:
+        self._files = files
         self._state = state
         self._notes = notes
-        self._kept = kept
 
     def agree(self, arguments: str, *, starts_over: bool) -> WholeCheckpoint | None:
         """Return this cell's newest checkpoint that goes together with one of each other cell; collective over the job.
@@ -81,13 +96,13 @@ class CellCheckpoints:
         told = self._notes.gather("checkpoints")
         if len(set(given)) > 1:
             lines = ", ".join(f"cell {cell}: {text}" for cell, text in enumerate(given))
-            raise ConfigError(f"the cells have unlike arguments of federate ({lines}); give all of them the same")
+            raise ConfigError(f"the cells have unlike arguments of their rounds ({lines}); give all of them the same")
         common = _find_common(told)
         if common is None and all(told):
             lines = ", ".join(f"cell {cell} after rounds {text}" for cell, text in enumerate(told))
             raise ConfigError(
                 f"all cells have checkpoints, but none that go together ({lines}); give the folder of a run that began "
-                "with these cells, remove the checkpoints, or call train(resume_from_checkpoint=False)"
+                f"with these cells, remove the checkpoints, or {self._files.start_over}"
             )
         if common is None and any(told) and self._state.is_first_of_job:
             without = [cell for cell, text in enumerate(told) if not text]
@@ -96,7 +111,8 @@ class CellCheckpoints:
         chosen = [checkpoint for checkpoint in whole if checkpoint.meetings == common]
         resumed = chosen[-1] if chosen else None
         if self._state.cell_rank == 0:
-            self._unmark_newer(-1 if resumed is None else resumed.step)
+            last = -1 if resumed is None else resumed.step
+            self._unmark({checkpoint.folder for checkpoint in whole if checkpoint.step <= last})
         return resumed
 
     def load(self, checkpoint: WholeCheckpoint) -> Any:
@@ -110,14 +126,14 @@ class CellCheckpoints:
                 f"file {path} cannot be read: {error}; remove {checkpoint.folder}, and the one before it is used"
             ) from error
 
-    def save(self, step: int, meetings: int, rounds: Any) -> None:
-        """Make the checkpoint of a step whole, and remove old ones; collective over the cell, after Trainer's save.
+    def save(self, folder: Path, step: int, meetings: int, rounds: Any) -> None:
+        """Make a checkpoint whole, and remove old ones; collective over the cell, after the framework's save.
 
-        :param step: Trainer's ``global_step``.
+        :param folder: The folder of the marker, which is there.
+        :param step: The optimizer steps that the framework has counted.
         :param meetings: How many rounds the cell has entered.
         :param rounds: The state of this rank's rounds.
         """
-        folder = self._folder / f"checkpoint-{step}"
         with (
             run_on_all_ranks("state of rounds in a checkpoint", convert=_unwritten, kinds=(OSError,)),
             written_whole(folder / self._name_of_state()) as file,
@@ -135,12 +151,9 @@ class CellCheckpoints:
 
     def _find_whole(self) -> list[WholeCheckpoint]:
         """Return the cell's whole checkpoints, by step."""
-        if not self._folder.is_dir():
-            return []
         whole = []
-        for folder in self._folder.iterdir():
-            name = FOLDER.fullmatch(folder.name)
-            if name is None or not (folder / MARKER).is_file():
+        for folder in self._files.folders():
+            if not (folder / MARKER).is_file():
                 continue
             fields = read_fields(folder / MARKER, limit=MARKER_LIMIT, hint=f"remove {folder}")
             saved = fields.integer("cells"), fields.integer("cell"), fields.integer("ranks")
@@ -148,39 +161,37 @@ class CellCheckpoints:
             if saved != place:
                 raise ConfigError(
                     f"{folder} was saved by {saved[2]} ranks of cell {saved[1]} of {saved[0]}, and this is cell "
-                    f"{place[1]} of {place[0]} with {place[2]} ranks; start with the same cells, or with another "
-                    "output_dir"
+                    f"{place[1]} of {place[0]} with {place[2]} ranks; start with the same cells, or with another folder"
                 )
-            whole.append(WholeCheckpoint(folder, int(name[1]), fields.integer("meetings")))
+            whole.append(WholeCheckpoint(folder, fields.integer("step"), fields.integer("meetings")))
         return sorted(whole, key=lambda checkpoint: checkpoint.step)
 
     def _mark(self, folder: Path, step: int, meetings: int) -> None:
-        """Flush Trainer's files to the disk, then write the marker."""
-        for path in sorted(folder.rglob("*")):
-            if path.is_file():
-                sync(path)
+        """Flush all files to the disk, then write the marker."""
+        for path in self._files.files(folder):
+            sync(path)
         place = {"cell": self._state.cell, "cells": self._state.cells, "ranks": self._state.cell_size}
         write_whole(folder / MARKER, json.dumps({"step": step, "meetings": meetings, **place}) + "\n")
 
-    def _unmark_newer(self, step: int) -> None:
-        for folder in self._folder.glob("checkpoint-*"):
-            name = FOLDER.fullmatch(folder.name)
-            if name is not None and int(name[1]) > step:
+    def _unmark(self, kept: Collection[Path]) -> None:
+        """Let no checkpoint count as whole but those in these folders."""
+        for folder in self._files.folders():
+            if folder not in kept:
                 remove_file(folder / MARKER)
 
     def _tell(self, whole: Iterable[WholeCheckpoint]) -> None:
         """Tell the other cells after how many rounds this one has whole checkpoints."""
         self._notes.write("checkpoints", " ".join(str(checkpoint.meetings) for checkpoint in whole))
 
-    def _remove_old(self, whole: Collection[WholeCheckpoint]) -> None:
-        """Remove what is older than the user wants to keep, and than what a slower cell may still need."""
+    def _remove_old(self, whole: Sequence[WholeCheckpoint]) -> None:
+        """Remove what the user does not want to keep, and no slower cell may still need."""
         common = _find_common(self._notes.read("checkpoints"))
-        if self._kept is None or common is None:
+        if common is None:
             return
-        for checkpoint in list(whole)[: -self._kept]:
+        for checkpoint in self._files.find_surplus(whole):
             if checkpoint.meetings < common:
                 remove_file(checkpoint.folder / MARKER)
-                shutil.rmtree(checkpoint.folder, ignore_errors=True)
+                self._files.remove(checkpoint.folder)
 
 
 def _find_common(told: Collection[str | None]) -> int | None:

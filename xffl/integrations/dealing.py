@@ -1,4 +1,4 @@
-"""A dataset, dealt out to the cells: Trainer itself deals it to the ranks of one cell only."""
+"""A dataset, dealt out to the cells: a framework itself deals it to the ranks of one cell only."""
 
 from __future__ import annotations
 

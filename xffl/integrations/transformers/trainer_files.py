@@ -1,0 +1,47 @@
+"""Where Trainer keeps its checkpoints: ``checkpoint-N``, with what rounds add in the same folder."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from xffl.integrations.checkpoints import WholeCheckpoint
+
+__all__ = ["TrainerFiles"]
+
+FOLDER = re.compile(r"checkpoint-[0-9]{1,15}")
+
+
+class TrainerFiles:
+    """The checkpoints in one ``output_dir``.
+
+    :param folder: Trainer's ``output_dir``, of one cell alone.
+    :param kept: How many whole checkpoints the user wants to keep; ``None`` keeps all.
+    """
+
+    start_over = "call train(resume_from_checkpoint=False)"
+    """What a user writes to use no checkpoint."""
+
+    def __init__(self, folder: Path, kept: int | None) -> None:
+        self._folder = folder
+        self._kept = kept
+
+    def folders(self) -> list[Path]:
+        """Return the folders of checkpoints."""
+        if not self._folder.is_dir():
+            return []
+        return [folder for folder in self._folder.iterdir() if FOLDER.fullmatch(folder.name)]
+
+    def files(self, folder: Path) -> list[Path]:
+        """Return Trainer's files of a checkpoint, and those of its rounds."""
+        return [path for path in sorted(folder.rglob("*")) if path.is_file()]
+
+    def find_surplus(self, whole: Sequence[WholeCheckpoint]) -> Iterable[WholeCheckpoint]:
+        """Return the checkpoints before those that the user wants to keep."""
+        return () if self._kept is None else whole[: -self._kept]
+
+    def remove(self, folder: Path) -> None:
+        """Remove a checkpoint."""
+        shutil.rmtree(folder, ignore_errors=True)
