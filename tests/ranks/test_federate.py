@@ -54,6 +54,7 @@ class Text(Dataset[dict[str, torch.Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         labels = self._bytes[index].clone()
+        labels[0] = -100  # is not predicted, and transformers before 5.10 counts it all the same
         if index % 3 == 0:
             labels[index % LENGTH :] = -100
         return {"input_ids": self._bytes[index], "labels": labels}

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import xffl
 from tests.ranks.test_federate import differ, make_model, run_job, weights_of
 from tests.worlds import be_launched, run_world
 from xffl.distributed.startup.isolation import enter_isolation
@@ -156,6 +157,19 @@ def be_cell(rank: int, world_size: int, port: int, case: str, folder: str) -> di
     }
 
 
+def be_unlike(rank: int, world_size: int, port: int, folder: str) -> str:
+    """Be a rank of a script whose cells have made their reference models each by itself."""
+    from xffl.integrations.transformers import federate
+
+    be_launched(rank, world_size, port)
+    with enter_isolation((1, 1)) as isolated:
+        trainer = make_dpo(folder, isolated.cell, reference=isolated.cell)
+        federate(trainer, every=EVERY)
+        with pytest.raises(xffl.ConfigError if rank == 0 else (xffl.ConfigError, xffl.LaunchError)) as refused:
+            trainer.train()
+    return str(refused.value)
+
+
 def import_once() -> None:
     """Import what the ranks would import each by itself."""
     import_module("peft")
@@ -163,14 +177,15 @@ def import_once() -> None:
         import_module(f"trl.trainer.{name}")
 
 
-def train_all(rank: int, world_size: int, folder: str) -> dict[str, list[Any]]:
+def train_all(rank: int, world_size: int, folder: str) -> tuple[dict[str, list[Any]], list[str]]:
     os.environ["HF_HUB_OFFLINE"] = "1"  # TRL asks for a template of its own for cards of models
     import_once()
-    return {case: run_job(sum(SIZES), be_cell, case, f"{folder}/{case}") for case in CASES}
+    ranks = {case: run_job(sum(SIZES), be_cell, case, f"{folder}/{case}") for case in CASES}
+    return ranks, run_job(2, be_unlike, f"{folder}/unlike")
 
 
 def test_trainers_of_trl_train_cells(tmp_path: Path) -> None:
-    [ranks] = run_world(1, train_all, str(tmp_path), init=False, timeout_s=280)
+    [(ranks, refusals)] = run_world(1, train_all, str(tmp_path), init=False, timeout_s=280)
     for case, trained in ranks.items():
         for rank in trained:
             assert differ(rank["weights"], trained[0]["weights"]) == 0.0, case
@@ -182,3 +197,4 @@ def test_trainers_of_trl_train_cells(tmp_path: Path) -> None:
                 assert [line for line in rank["log"] if line] == [names, {"entropy"}] * 2, case
     assert differ(ranks["packed"][0]["weights"], ranks["plain"][0]["weights"]) < 1e-6
     assert ranks["packed"][0]["counts"] == ranks["plain"][0]["counts"]
+    assert "reference parameters differ between the cells" in refusals[0]

@@ -17,6 +17,7 @@ from xffl.errors import StateError
 from xffl.integrations.checkpoints import CellCheckpoints, WholeCheckpoint
 from xffl.integrations.first_model import take_model_of_first_cell, weights_put_aside
 from xffl.integrations.frozen import check_frozen
+from xffl.integrations.transformers.reference import check_reference
 from xffl.integrations.weights import BatchCount
 
 __all__ = ["TrainerRounds"]
@@ -67,6 +68,7 @@ class TrainerRounds(TrainerCallback):  # type: ignore[misc]
         :param starts_over: Whether no checkpoint is to be used.
         :return: The folder of a checkpoint of this cell.
         :raises StateError: if rounds were made for another training before.
+        :raises ConfigError: if the cells do not go together.
         """
         if self._phase is not Phase.BEFORE:
             raise StateError("federate() makes the rounds of one trainer.train(); make another Trainer for the next")
@@ -75,6 +77,7 @@ class TrainerRounds(TrainerCallback):  # type: ignore[misc]
         self._notes = notes
         self._trainer.add_callback(SavePreparation(self))
         self.resumed = checkpoints.agree(arguments, starts_over=starts_over)
+        check_reference(self._trainer, self.state, notes)
         if self.resumed is None:
             return None
         self._saved_step = self.resumed.step
