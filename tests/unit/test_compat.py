@@ -23,10 +23,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.tensor
 from torch.autograd import graph, profiler
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 
 import xffl.compat
+from xffl.aggregation.steps.step_observers import may_be_wrapped
 from xffl.compat.ddp import delayed_parameters, find_in_reducer, parameters_at_start, running_wrapper
 from xffl.compat.deepspeed import variables_for_import, without_shared_memory
 from xffl.compat.group_names import fresh_group_name
@@ -135,6 +137,19 @@ def test_ddp_does_not_tell_whose_gradients_it_reduces(tmp_path: Path) -> None:
         assert callers == [None, module]
         lists = {name for name, value in vars(module).items() if isinstance(value, (list, tuple, set)) and value}
         assert not {name for name in lists if not name.startswith("_")}, "one of them may tell what DDP was made with"
+    finally:
+        dist.destroy_process_group()
+
+
+def test_ddp_refuses_the_dtensors_of_fsdp2(tmp_path: Path) -> None:
+    """So only a model with plain parameters is watched for a wrapper over several cells."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        plain, sharded = torch.nn.Linear(2, 2), fully_shard(torch.nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,)))
+        assert may_be_wrapped(plain) and not may_be_wrapped(sharded)
+        for model in (sharded, torch.nn.Sequential(plain, sharded)):
+            with pytest.raises((NotImplementedError, RuntimeError)):
+                torch.nn.parallel.DistributedDataParallel(model)
     finally:
         dist.destroy_process_group()
 
