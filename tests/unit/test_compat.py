@@ -22,15 +22,18 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor
+from torch import nn
 from torch.autograd import graph, profiler
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 
 import xffl.compat
+from tests.worlds import fake_world
 from xffl.aggregation.steps.step_observers import may_be_wrapped
 from xffl.compat.ddp import delayed_parameters, find_in_reducer, parameters_at_start, running_wrapper
 from xffl.compat.deepspeed import variables_for_import, without_shared_memory
+from xffl.compat.fsdp import GradientSync, gradient_sync
 from xffl.compat.group_names import fresh_group_name
 from xffl.compat.libc import return_large_blocks
 from xffl.compat.mesh_names import fresh_names
@@ -73,6 +76,19 @@ def test_torch_has_no_public_way_to_know_of_a_backward_pass() -> None:
     assert seen == [True, "end"] and not is_in_backward()
     assert not hasattr(graph, "is_backward_executing"), "use it in place of is_in_backward"
     assert not hasattr(graph, "queue_callback"), "use it in place of call_at_end_of_backward"
+
+
+def test_fsdp_has_no_public_way_to_know_what_a_backward_pass_reduces() -> None:
+    with fake_world(2, 0):
+        mesh = init_device_mesh("cpu", (2,))
+        inner: Any = fully_shard(nn.Linear(2, 2), mesh=mesh)
+        model = fully_shard(nn.Sequential(inner), mesh=mesh)
+        assert gradient_sync(model) == GradientSync(reduces=True, all_reduces=True)
+        inner.set_requires_all_reduce(False)
+        assert gradient_sync(model) == GradientSync(reduces=True, all_reduces=False), "the outer one has no parameters"
+    names = {name for name in dir(FSDPModule) if re.search("gradient_sync|all_reduce", name)}
+    setters = {"set_all_reduce_hook", "set_requires_all_reduce", "set_requires_gradient_sync"}
+    assert names == setters, "one of them may tell it, in place of gradient_sync"
 
 
 def test_torch_has_no_public_way_to_know_of_a_profiler() -> None:

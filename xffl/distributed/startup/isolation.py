@@ -295,7 +295,7 @@ def _gpus_of(place: ProcessEnvironment, isolated: IsolatedCell, nodes: Sequence[
     gpus = visible_gpus()
     if size == local_size or len(gpus) < local_size:
         return {}
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise ConfigError(
             f"{local_size} ranks of several cells share this node, and CUDA is initialized already, so that "
             "CUDA_VISIBLE_DEVICES cannot leave each cell its own GPUs; open the session before the first call of CUDA, "
