@@ -145,7 +145,7 @@ class ElasticFederation:
         self._epoch: Epoch | None = None
         """The last epoch that was entered"""
         self._gone: set[int] = set()
-        """Absent cells that do not answer, or have been waited for"""
+        """Cells that have been absent since the last round, and do not answer, or have been waited for"""
         self._answers = Answers()
         """Questions to cells whether they are still there"""
         self._missed_since: dict[int, float] = {}
@@ -251,8 +251,10 @@ class ElasticFederation:
         begun = time.monotonic()
         self._arrivals.note_arrival(begun, is_again=self._failures > 0)
         self._missed_since.clear()
-        # After a broken round nobody has to be waited for who does not answer.
-        self._gone = {*self._silent_cells(self._addresses)} if self._failures else set()
+        # After a broken round nobody has to be waited for who does not answer. What is known of cells that were absent
+        # in an earlier try stays: their addresses are forgotten, because those of a try take their place.
+        if self._failures:
+            self._gone.update(self._silent_cells(self._addresses))
         within_s = QUIET_S
         while True:
             epoch = self._ask(begun, within_s, is_stopping, is_finished=is_finished, told=told)
@@ -597,6 +599,7 @@ class ElasticFederation:
         self._said = ""
         self._addresses = {member.cell: member.address for member in epoch.members}
         self._reaches = {member.cell: member.reach_s for member in epoch.members}
+        self._gone.difference_update(epoch.cells)
         if epoch.lives != self._members:
             self._members = epoch.lives
             self._failures = 0
@@ -784,6 +787,7 @@ class ElasticFederation:
             self.record = epoch.attempt(weights)
             fate = self.holding.take(self.record)
             self._failures = 0
+            self._gone.clear()
         elif least is RoundEnd.IN_DOUBT:
             most = RoundEnd.IN_DOUBT
             self.holding.say_yes(epoch.attempt(weights))
