@@ -47,7 +47,7 @@ from xffl.compat.pytorch import (
     is_profiling,
     memory_of,
 )
-from xffl.compat.sockets import find_connections, limit_silence, name_of_socket, open_sockets
+from xffl.compat.sockets import find_connections, limit_silence, name_of_socket, open_sockets, sockets_opened_since
 
 FILES = sorted(path for path in Path(xffl.compat.__file__).parent.glob("*.py") if path.stem != "__init__")
 
@@ -248,7 +248,7 @@ def test_sockets_of_libraries_are_found_among_those_of_the_process() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         here = server.getsockname()[1]
         with socket.create_connection(("127.0.0.1", here)) as one, server.accept()[0] as other:
-            opened = open_sockets() - before
+            opened = sockets_opened_since(before)
             assert opened == {server.fileno(), one.fileno(), other.fileno()}
             limit_silence(one.fileno(), 10)
             assert one.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 10_000
@@ -257,6 +257,15 @@ def test_sockets_of_libraries_are_found_among_those_of_the_process() -> None:
             name = name_of_socket(one.fileno())
             assert name.startswith("socket:")
     assert name_of_socket(one.fileno()) == ""
+
+
+def test_a_socket_with_the_number_of_one_that_was_closed_is_a_new_one() -> None:
+    with socket.socket() as former:
+        number = former.fileno()
+        before = open_sockets()
+    with socket.socket() as later:
+        assert later.fileno() == number
+        assert number in sockets_opened_since(before)
 
 
 def test_a_number_that_is_no_socket_any_more_leaves_no_descriptor_behind() -> None:
