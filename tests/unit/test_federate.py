@@ -33,6 +33,7 @@ PLAIN = {
         ({"auto_find_batch_size": True}, "auto_find_batch_size=True: .*per_device_train_batch_size"),
         ({"push_to_hub": True}, "push_to_hub=True"),
         ({"save_strategy": "best"}, "save_strategy='best'"),
+        ({"sync_ref_model": True}, "sync_ref_model=True: .*reference model"),
         ({"n_gpu": 2}, "one process for each GPU"),
     ],
 )
@@ -82,6 +83,21 @@ def test_weights_count_what_a_round_has_not_taken() -> None:
         tokens.add({"input_ids": torch.zeros(3, 4)})
     with pytest.raises(ConfigError, match="give 'tokens', 'samples', or a number"):
         find_count("words", 0)
+
+
+def test_packed_rows_and_pairs_count() -> None:
+    tokens, samples = find_count("tokens", 0), find_count("samples", 0)
+    packed = {"input_ids": torch.zeros(1, 5), "labels": torch.tensor([[-100, 1, 1, -100, 1]])}
+    pairs = {"input_ids": torch.zeros(2, 4), "completion_mask": torch.tensor([[0, 0, 1, 1], [0, 1, 0, 0]])}
+    for count in (tokens, samples):
+        count.add({**packed, "cu_seq_lens_q": torch.tensor([0, 3, 5])})
+        count.add(pairs)
+    assert (tokens.counted(), samples.counted()) == (3 + 3, 2 + 2)
+    prompts: Any = [{"prompt": "?"}]
+    with pytest.raises(ConfigError, match="federate.trainer, weight='samples'"):
+        tokens.add(prompts)
+    with pytest.raises(ConfigError, match="give a number"):
+        samples.add(prompts)
 
 
 def test_the_one_label_of_a_row_counts() -> None:

@@ -53,7 +53,7 @@ WITHOUT_TORCH = (
     "journal",
 )
 EXPORTS = {"DistributedState", "DistributedWorld", "session", "shard", "Aggregator", "FederatedScaling", "RoundReport"}
-EXPORTS |= {"Topology", "adopt"}
+EXPORTS |= {"Topology", "adopt", "mean_over_cell", "no_sync"}
 
 
 @pytest.fixture(scope="module")

@@ -95,15 +95,14 @@ class RunActivity:
         self._expected.append(expected)
         return expected
 
-    def end(self, lesson: str | None) -> None:
-        """Say what is missing, once: ``lesson`` where optimizers have stepped and there was no round."""
+    def end(self) -> bool:
+        """Say once which blocks were never entered; return whether optimizers have stepped and there was no round."""
         self._is_paused = False
         self._stop_watching()
         for expected in self._expected:
             expected()  # does nothing where it was detached
         self._expected.clear()
-        if lesson is not None and self._has_step and not self._has_round:
-            print(lesson, file=sys.stderr, flush=True)
+        return self._has_step and not self._has_round
 
     def drop(self) -> None:
         """Say nothing any more: an error has ended the run."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.sharding import local_tensor
 from xffl.errors import ConfigError
 
-__all__ = ["check_frozen"]
+__all__ = ["check_alike", "check_frozen"]
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By bytes of an element"""
@@ -22,8 +23,6 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def check_frozen(model: nn.Module, state: DistributedState, notes: CellNotes, *, seeding: str) -> None:
     """Refuse isolated cells whose frozen parameters differ: adapters would not go together; collective over the job.
 
-    Each is summed up as integers, once. Shards of cells of unlike sizes are not compared.
-
     :param model: The model, as a framework has wrapped it.
     :param state: The state of the cell.
     :param notes: What the cells tell each other.
@@ -31,15 +30,32 @@ def check_frozen(model: nn.Module, state: DistributedState, notes: CellNotes, *,
     :raises ConfigError: if they differ; another rank may see first that the job's store has ended by it.
     """
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
-    sums = [_sum_bits(parameter) for parameter in frozen]
+    remedy = f"load the same file in all cells, or {seeding} before the model is made"
+    check_alike("frozen parameters", frozen, state, notes, remedy=remedy)
+
+
+def check_alike(
+    name: str, parameters: Collection[nn.Parameter], state: DistributedState, notes: CellNotes, *, remedy: str
+) -> None:
+    """Refuse isolated cells in which parameters that rounds do not send differ; collective over the job.
+
+    Each is summed up as integers, once. Shards of cells of unlike sizes are not compared.
+
+    :param name: What they are, for the message.
+    :param parameters: The parameters of this rank.
+    :param state: The state of the cell.
+    :param notes: What the cells tell each other.
+    :param remedy: What a user does, for the message.
+    :raises ConfigError: if they differ; another rank may see first that the job's store has ended by it.
+    """
+    sums = [_sum_bits(parameter) for parameter in parameters]
     of_ranks = gather_objects(sums)
     sizes = set() if state.isolated is None else set(state.isolated.sizes)
     is_sharded = any(ranks != of_ranks[0] for ranks in of_ranks)
-    notes.write("frozen", "unlike shards" if is_sharded and len(sizes) > 1 else str(of_ranks if is_sharded else sums))
-    if len(set(notes.gather("frozen"))) > 1:
+    notes.write(name, "unlike shards" if is_sharded and len(sizes) > 1 else str(of_ranks if is_sharded else sums))
+    if len(set(notes.gather(name))) > 1:
         raise ConfigError(
-            f"the {len(frozen)} frozen parameters differ between the cells, and rounds do not send them; load the same "
-            f"file in all cells, or {seeding} before the model is made"
+            f"the {len(parameters)} {name} differ between the cells, and rounds do not send them; {remedy}"
         )
 
 

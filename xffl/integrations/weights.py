@@ -40,17 +40,23 @@ class TokenCount:
         """Count the labels of a batch, without the first one of each sequence, which a causal model does not predict.
 
         ``shift_labels``, as collators without padding make them, are shifted already. A single label of each row is
-        the class, or the number, of the whole row.
+        the class, or the number, of the whole row. A batch of pairs, as TRL's DPOTrainer has it, has no labels: the
+        tokens of chosen and rejected completions count.
         """
-        labels = batch.get("shift_labels")
-        if labels is None:
-            labels = batch.get("labels")
-            if labels is None:
-                raise ConfigError(
-                    f"weight='tokens' counts labels, but a batch has {sorted(batch)}; give weight='samples' or a number"
-                )
-            labels = labels[..., 1:] if labels.dim() > 1 and labels.shape[-1] > 1 else labels
-        tokens = labels.ne(IGNORED).sum()
+        named = batch if isinstance(batch, Mapping) else {}
+        shifted, labels, completions = (named.get(name) for name in ("shift_labels", "labels", "completion_mask"))
+        if shifted is not None:
+            tokens = shifted.ne(IGNORED).sum()
+        elif labels is not None:
+            is_of_rows = labels.dim() < 2 or labels.shape[-1] == 1
+            tokens = (labels if is_of_rows else labels[..., 1:]).ne(IGNORED).sum()
+        elif completions is not None:
+            tokens = completions[..., 1:].sum()
+        else:
+            raise ConfigError(
+                f"weight='tokens' counts labels, but a batch has {_names_of(batch)}; write "
+                "federate(trainer, weight='samples'), or give a number as the weight"
+            )
         self._tokens = tokens if self._tokens is None else self._tokens + tokens
 
     def counted(self) -> float:
@@ -70,11 +76,17 @@ class SampleCount:
         self._samples = 0.0
 
     def add(self, batch: Mapping[str, Any]) -> None:
-        """Count the rows of a batch: the length of its first tensor."""
-        tensors = [value for value in batch.values() if isinstance(value, torch.Tensor) and value.dim() > 0]
+        """Count the rows of a batch: the length of its first tensor, or the sequences that one row is packed from."""
+        named = batch if isinstance(batch, Mapping) else {}
+        bounds = named.get("cu_seq_lens_q")
+        if bounds is not None:
+            self._samples += len(bounds) - 1
+            return
+        tensors = [value for value in named.values() if isinstance(value, torch.Tensor) and value.dim() > 0]
         if not tensors:
             raise ConfigError(
-                f"weight='samples' counts rows of tensors, but a batch has {sorted(batch)}; give a number as the weight"
+                f"weight='samples' counts rows of tensors, but a batch has {_names_of(batch)}; give a number as the "
+                "weight"
             )
         self._samples += len(tensors[0])
 
@@ -126,3 +138,8 @@ def find_count(weight: str | float, cell_rank: int) -> BatchCount:
         raise ConfigError(f"weight is {weight!r}; give 'tokens', 'samples', or a number for this cell")
     checked = number("weight", weight, above=0.0)
     return FixedCount(checked if cell_rank == 0 else 0.0)
+
+
+def _names_of(batch: object) -> str:
+    """Return the names of a batch's tensors, for a message; a trainer that generates has lists of prompts."""
+    return str(sorted(batch)) if isinstance(batch, Mapping) else f"no names: it is a {type(batch).__name__}"

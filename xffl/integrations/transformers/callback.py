@@ -7,7 +7,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 from xffl.aggregation.federated_scaling import FederatedScaling
 from xffl.aggregation.report import RoundReport
@@ -17,6 +17,7 @@ from xffl.errors import StateError
 from xffl.integrations.checkpoints import CellCheckpoints, WholeCheckpoint
 from xffl.integrations.first_model import take_model_of_first_cell, weights_put_aside
 from xffl.integrations.frozen import check_frozen
+from xffl.integrations.transformers.reference import check_reference
 from xffl.integrations.weights import BatchCount
 
 __all__ = ["TrainerRounds"]
@@ -70,6 +71,7 @@ class TrainerRounds(TrainerCallback):  # type: ignore[misc]
         :param starts_over: Whether no checkpoint is to be used.
         :return: The folder of a checkpoint of this cell.
         :raises StateError: if rounds were made for another training before.
+        :raises ConfigError: if the cells do not go together.
         """
         if self._phase is not Phase.BEFORE:
             raise StateError("federate() makes the rounds of one trainer.train(); make another Trainer for the next")
@@ -78,6 +80,7 @@ class TrainerRounds(TrainerCallback):  # type: ignore[misc]
         self._notes = notes
         self._trainer.add_callback(SavePreparation(self))
         self.resumed = checkpoints.agree(arguments, starts_over=starts_over)
+        check_reference(self._trainer, self.state, notes)
         if self.resumed is None:
             return None
         self._saved_step = self.resumed.step
@@ -171,19 +174,24 @@ class TrainerRounds(TrainerCallback):  # type: ignore[misc]
         self.reports.append(report)
 
     def _log_rounds(self, control: Any) -> None:
-        """Write the rounds since the last call into Trainer's log, from which all of its loggers read."""
+        """Write the rounds since the last call into Trainer's log, from which all of its loggers read.
+
+        Through ``Trainer.log``: TRL's trainers override it, and would add the means of their metrics to these lines and
+        start them anew.
+        """
         should_log = control.should_log
         reports = self.reports[self._logged :]
         self._logged = len(self.reports)
         for report in reports:
             cells = sum(weight > 0 for weight in report.weights) - len(report.dropped)
-            self._trainer.log(
+            Trainer.log(
+                self._trainer,
                 {
                     "xffl/round": report.round,
                     "xffl/cells": cells,
                     "xffl/bytes": report.bytes_across,
                     "xffl/seconds": round(report.seconds, 4),
-                }
+                },
             )
         control.should_log = should_log  # a log has unset it, and Trainer's own of this step is still to come
 

@@ -20,6 +20,10 @@ _REASONS = {
     "push_to_hub": (
         "each cell would push to one repository; leave it out, and push the model of cell 0 when the training is over"
     ),
+    "sync_ref_model": (
+        "between two rounds each cell would sync its reference model with a model of its own, and checkpoints of TRL "
+        "have none; leave it out"
+    ),
 }
 
 
@@ -31,7 +35,7 @@ def check_arguments(trainer: Any) -> None:
     """
     args = trainer.args
     for name, reason in _REASONS.items():
-        if getattr(args, name):
+        if getattr(args, name, False):  # some are those of TRL's trainers only
             raise ConfigError(f"a federated Trainer does not know {name}=True: {reason}")
     if args.save_strategy == "best":
         raise ConfigError(
