@@ -160,12 +160,26 @@ def weights_of(model: nn.Module) -> Weights:
     }
 
 
-def train(folder: str, *, is_adapted: bool = False, is_sharded: bool = False, **options: Any) -> dict[str, Any]:
+def load_sharded(model: Any, folder: str) -> Any:
+    """Load a model as transformers itself shards it over the default group."""
+    from transformers import LlamaForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    files = f"{folder}/files{os.environ['RANK']}"
+    model.save_pretrained(files)
+    return LlamaForCausalLM.from_pretrained(files, distributed_config=DistributedConfig(fsdp_size=SIZES[0]))
+
+
+def train(
+    folder: str, *, is_adapted: bool = False, is_sharded: bool = False, is_loaded: bool = False, **options: Any
+) -> dict[str, Any]:
     """Be a rank of a Trainer's script, with one line more."""
     from xffl.integrations.transformers import federate
 
     cell = int(os.environ["XFFL_ISOLATED"].split()[0]) // SIZES[0]
     model = make_model(cell, is_adapted=is_adapted)
+    if is_loaded:
+        model = load_sharded(model, f"{folder}/{cell}")
     trainer = make_trainer(folder, model, is_sharded=is_sharded)
     rounds = federate(trainer, every=EVERY, **options)
     trainer.train()
@@ -223,6 +237,7 @@ CASES: dict[str, dict[str, Any]] = {
     "ddp": {},
     "fsdp": {"is_sharded": True},
     "lora": {"is_adapted": True, "is_sharded": True},
+    "distributed_config": {"is_loaded": True},
 }
 
 
@@ -275,7 +290,9 @@ def test_a_trainer_trains_what_a_loop_by_hand_trains(tmp_path: Path) -> None:
             assert trained["counts"] == expected["counts"]
             assert trained["logged"] == [(4, 1, 2), (8, 2, 2), (12, 3, 2)]
             assert trained["losses"] == 3
-            assert trained["wrapper"].startswith("FSDP" if options.get("is_sharded") else "DistributedDataParallel")
+            assert trained["wrapper"].startswith(
+                "FSDP" if {"is_sharded", "is_loaded"} & options.keys() else "DistributedDataParallel"
+            )
         values = sum(value.numel() for value in expected["weights"].values())
         assert sum(sum(trained["bytes"]) for trained in ranks[name]) == 3 * 2 * 4 * values  # fp32, once from each cell
     for refused in refusals:
