@@ -83,6 +83,11 @@ def parts(seeds: int) -> tuple[Part, ...]:
             commands=((python, "-m", "tests.chaos.ledger", "--kills", "10"),),
         ),
         Part(
+            name="trainer",
+            what="a federated Trainer of transformers that is killed again and again",
+            commands=((python, "-m", "tests.chaos.trainer"),),
+        ),
+        Part(
             name="partition",
             what="an elastic federation whose network breaks",
             commands=((python, "-m", "tests.chaos.partition"),),

@@ -308,14 +308,18 @@ def test_a_trainer_trains_what_a_loop_by_hand_trains(tmp_path: Path) -> None:
         assert "start with xffl exec --isolate --federated" in refused
 
 
-def kill_at(event: int, folder: str) -> None:
-    """Let this process die just before it changes a checkpoint in the folder for so many times."""
-    changes = {"os.rename", "os.remove", "os.rmdir", "os.mkdir"}
+CHANGES = frozenset({"os.rename", "os.remove", "os.rmdir", "os.mkdir"})
+"""Audit events of what changes a folder; so does one that makes a file."""
+
+
+def kill_at(event: int, folder: str, *, is_removal: bool) -> None:
+    """Let this process die just before it changes, or removes, a checkpoint in the folder for so many times."""
     passed = count(1)
 
     def hear(name: str, given: tuple[Any, ...]) -> None:
-        is_change = name in changes or (name == "open" and isinstance(given[2], int) and given[2] & os.O_CREAT)
-        if is_change and "checkpoint-" in str(given[0]) and folder in str(given[0]) and next(passed) == event:
+        is_change = name in CHANGES or (name == "open" and isinstance(given[2], int) and given[2] & os.O_CREAT)
+        is_heard = name == "shutil.rmtree" if is_removal else is_change
+        if is_heard and "checkpoint-" in str(given[0]) and folder in str(given[0]) and next(passed) == event:
             os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(hear)
@@ -323,10 +327,10 @@ def kill_at(event: int, folder: str) -> None:
 
 @dataclass(frozen=True)
 class Death:
-    """Which rank dies, before which local step or which change of a checkpoint, or after its last round."""
+    """Which rank dies, before which local step, change or removal of a checkpoint, or after its last round."""
 
     rank: int = -1
-    moment: Literal["step", "file", "end"] = "step"
+    moment: Literal["step", "file", "removal", "end"] = "step"
     number: int = 0
 
 
@@ -354,16 +358,19 @@ def be_mortal(rank: int, world_size: int, port: int, folder: str, death: Death, 
         trainer = make_trainer(folder, model, is_sharded=is_sharded, gradient_accumulation_steps=1, **saves)
         rounds = federate(trainer, every=3, algorithm="diloco")
         trainer.add_callback(Mortality())
-        if dies and death.moment == "file":
-            kill_at(death.number, folder)
+        if dies and death.moment in ("file", "removal"):
+            kill_at(death.number, folder, is_removal=death.moment == "removal")
         trainer.train()
         steps = 0 if rounds.resumed is None else rounds.resumed.step
         kept = sorted(path.name for path in Path(trainer.args.output_dir).glob("checkpoint-*"))
         return weights_of(trainer.model_wrapped), steps, kept
 
 
-DEATHS = {Death(0, "step", 5): 2, Death(0, "file", 16): 2, Death(1, "end"): 12}
-"""And the step from which the run goes on then, at least: between rounds, in the second save, behind the last step."""
+DEATHS = {Death(0, "step", 5): 2, Death(0, "file", 16): 2, Death(0, "removal", 1): 4, Death(1, "end"): 12}
+"""And the step from which the run goes on then, at least.
+
+Between rounds, in the second save, where checkpoint-2 is removed, behind the last step.
+"""
 
 
 def kill_and_start_again(rank: int, world_size: int, folder: str) -> list[list[Any]]:
@@ -382,7 +389,8 @@ def test_a_run_that_was_killed_goes_on_to_the_same_bits(tmp_path: Path) -> None:
         for weights, from_step, kept in run:
             assert from_step >= step
             assert differ(weights, whole[0][0]) == 0.0
-            assert kept[-1] == "checkpoint-12"
+            assert "checkpoint-12" in kept
+            assert "checkpoint-2" not in kept
 
 
 def be_scripted(rank: int, world_size: int, port: int, folder: str) -> tuple[Weights, Weights, list[int], int]:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -277,6 +278,32 @@ def test_the_rank_of_a_cell_that_fails_is_told_by_its_number_in_the_job(tmp_path
     assert first == "Traceback (most recent call last):"
     assert second == f'  File "{tmp_path / "train.py"}", line 3, in <module>', "none of what has started the script"
     assert lines[-1] == "xffl: rank 2 (cell 1) failed with KeyError: 'mine'; all other ranks were stopped"
+
+
+def be_mistaken(rank: int, world_size: int, ports: list[int]) -> list[str]:
+    """Return what is raised where one rank has a wrong argument, and where CUDA is in use on both."""
+    told = []
+    wrong: list[dict[int, dict[str, Any]]] = [{1: {"link_backend": "nccl"}}, {0: {"timeout_s": -1.0}}, {}]
+    for port, options in zip(ports, wrong, strict=True):
+        be_launched(rank, world_size, port)
+        given = {"timeout_s": 200.0} | options.get(rank, {})
+        with (
+            mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": "0,1"}),
+            mock.patch("torch.cuda.is_initialized", return_value=not options),
+            pytest.raises(xffl.ConfigError) as refused,
+            xffl.session(federated=(1, 1), isolate=True, **given),
+        ):
+            pass
+        told.append(str(refused.value))
+    return told
+
+
+def test_a_mistake_of_one_rank_ends_all_before_cells_are_isolated() -> None:
+    ports = [free_port() for _ in range(3)]
+    first, second = run_world(2, be_mistaken, ports, init=False, timeout_s=100)
+    assert first == second
+    for error, part in zip(first, ("link_backend 'nccl'", "timeout_s", "CUDA is initialized already"), strict=True):
+        assert part in error
 
 
 def wrap_later(rank: int, world_size: int, port: int) -> list[str]:

@@ -13,7 +13,7 @@ from xffl.distributed.cell_notes import LoneNotes
 from xffl.errors import ConfigError
 from xffl.integrations.checkpoints import CellCheckpoints
 from xffl.integrations.dealing import deal_out
-from xffl.integrations.transformers.refusals import check_arguments
+from xffl.integrations.transformers.refusals import check_arguments, check_loader
 from xffl.integrations.transformers.trainer_files import TrainerFiles
 from xffl.integrations.weights import find_count
 
@@ -41,6 +41,30 @@ def test_arguments_under_which_cells_would_part_are_refused_by_name(given: dict[
     check_arguments(SimpleNamespace(args=SimpleNamespace(**PLAIN), is_deepspeed_enabled=False))
     with pytest.raises(ConfigError, match=told):
         check_arguments(SimpleNamespace(args=SimpleNamespace(**{**PLAIN, **given}), is_deepspeed_enabled=False))
+
+
+class Inherited:
+    train_dataset = ()
+
+    def get_train_dataloader(self) -> Any:
+        return self.train_dataset
+
+
+class Extended(Inherited):
+    def get_train_dataloader(self) -> Any:
+        return super().get_train_dataloader()
+
+
+class Replaced(Inherited):
+    def get_train_dataloader(self) -> Any:
+        return [1, 2]
+
+
+def test_a_loader_of_other_data_cannot_be_split() -> None:
+    check_loader(Inherited())
+    check_loader(Extended())
+    with pytest.raises(ConfigError, match="get_train_dataloader of Replaced does not read.*give data='own'"):
+        check_loader(Replaced())
 
 
 def test_weights_count_what_a_round_has_not_taken() -> None:
@@ -143,12 +167,12 @@ def test_checkpoints_of_which_none_go_together_are_told(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_that_a_slower_cell_needs_is_kept(tmp_path: Path) -> None:
-    (tmp_path / "even").mkdir()
-    (tmp_path / "slow").mkdir()
+    for name in ("even", "slow"):
+        (tmp_path / name / "checkpoint-1").mkdir(parents=True)  # a kill has left it
     saved(tmp_path / "even", "0 1", kept=1)
     saved(tmp_path / "slow", "0", kept=1)
     assert saved_steps(tmp_path / "even") == [4, 6]
-    assert saved_steps(tmp_path / "slow") == [2, 4, 6]
+    assert saved_steps(tmp_path / "slow") == [1, 2, 4, 6]
 
 
 def saved_steps(folder: Path) -> list[int]:

@@ -156,11 +156,7 @@ def session(
     isolation = ExitStack()
     try:
         if isolate or is_isolated():
-            if lone_cell is not None:
-                raise ConfigError("isolate is for a job of all cells, but this job is one cell; leave one of them out")
-            if link_backend not in (None, "auto", "gloo"):
-                raise ConfigError(f"isolated cells have gloo between them; leave link_backend {link_backend!r} out")
-            levels = Timeouts.within(_check_seconds(timeout_s)) if timeouts is None else timeouts
+            levels = _check_isolated(lone_cell, link_backend, timeout_s, timeouts)
             state = _join_isolated(isolation, setup, federated=federated, ifname=ifname, timeout_s=levels.session_s)
         else:
             state = setup(federated=federated, link_backend=link_backend)
@@ -184,6 +180,22 @@ def session(
     finally:
         if not is_process_ending():
             isolation.close()
+
+
+def _check_isolated(
+    lone_cell: LoneCell | None, link_backend: str | None, timeout_s: float, timeouts: Timeouts | None
+) -> Timeouts:
+    """Return the timeouts of isolated cells; the ranks hear of a mistake where they meet."""
+    try:
+        if lone_cell is not None:
+            raise ConfigError("isolate is for a job of all cells, but this job is one cell; leave one of them out")
+        if link_backend not in (None, "auto", "gloo"):
+            raise ConfigError(f"isolated cells have gloo between them; leave link_backend {link_backend!r} out")
+        return Timeouts.within(_check_seconds(timeout_s)) if timeouts is None else timeouts
+    except XfflError as wrong:
+        from xffl.distributed.startup.mistakes import own_place, raise_at_meeting
+
+        raise_at_meeting(wrong, own_place())
 
 
 def _join_isolated(

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 
+import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from xffl.cluster.environment import (
@@ -255,6 +256,12 @@ def _gpus_of(place: ProcessEnvironment, isolated: IsolatedCell, nodes: Sequence[
     gpus = visible_gpus()
     if size == local_size or len(gpus) < local_size:
         return {}
+    if torch.cuda.is_initialized():
+        raise ConfigError(
+            f"{local_size} ranks of several cells share this node, and CUDA is initialized already, so that "
+            "CUDA_VISIBLE_DEVICES cannot leave each cell its own GPUs; open the session before the first call of CUDA, "
+            "or start with xffl exec --isolate"
+        )
     first = place.node_local_rank - nodes[: isolated.cell_rank].count(here)
     return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[first : first + size])}
 

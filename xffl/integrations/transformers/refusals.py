@@ -6,7 +6,7 @@ from typing import Any
 
 from xffl.errors import ConfigError
 
-__all__ = ["check_arguments"]
+__all__ = ["check_arguments", "check_loader"]
 
 _REASONS = {
     "load_best_model_at_end": (
@@ -51,4 +51,19 @@ def check_arguments(trainer: Any) -> None:
         raise ConfigError(
             "federate does not know DeepSpeed yet; shard the cell with FSDP2 (fsdp=True, fsdp_config={'version': 2}), "
             "or make the rounds by xffl.FederatedScaling (DeepSpeed in the manual)"
+        )
+
+
+def check_loader(trainer: Any) -> None:
+    """Refuse a Trainer whose loader is made of other data than ``train_dataset``, which is dealt out; local.
+
+    :param trainer: The Trainer.
+    :raises ConfigError: if its ``get_train_dataloader`` neither reads that attribute nor calls the one it overrides.
+    """
+    code = getattr(trainer.get_train_dataloader, "__code__", None)
+    if code is not None and {"train_dataset", "get_train_dataloader"}.isdisjoint(code.co_names):
+        raise ConfigError(
+            f"data='split' deals out train_dataset, which get_train_dataloader of {type(trainer).__name__} does not "
+            "read; read self.train_dataset there, or give data='own' and each cell its part (xffl.adopt().cell is its "
+            "number)"
         )

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from xffl.integrations.checkpoints import WholeCheckpoint
+from xffl.integrations.checkpoints import MARKER, WholeCheckpoint
 
 __all__ = ["TrainerFiles"]
 
@@ -43,5 +43,13 @@ class TrainerFiles:
         return () if self._kept is None else whole[: -self._kept]
 
     def remove(self, folder: Path) -> None:
-        """Remove a checkpoint."""
-        shutil.rmtree(folder, ignore_errors=True)
+        """Remove a checkpoint that has lost its marker, and with it earlier ones that a kill has left without one."""
+        last = _step_of(folder)
+        for earlier in self.folders():
+            if _step_of(earlier) <= last and not (earlier / MARKER).is_file():
+                shutil.rmtree(earlier, ignore_errors=True)
+
+
+def _step_of(folder: Path) -> int:
+    """Return the step in a name that :data:`FOLDER` matches."""
+    return int(folder.name.rpartition("-")[2])

@@ -16,7 +16,7 @@ from xffl.extras import optional_import
 from xffl.integrations.cells import check_cells
 from xffl.integrations.checkpoints import CellCheckpoints
 from xffl.integrations.dealing import deal_out
-from xffl.integrations.transformers.refusals import check_arguments
+from xffl.integrations.transformers.refusals import check_arguments, check_loader
 from xffl.integrations.transformers.trainer_files import TrainerFiles
 from xffl.integrations.weights import BatchCount, find_count
 
@@ -74,6 +74,8 @@ def federate(
         from xffl.integrations.transformers.callback import TrainerRounds
 
     check_arguments(trainer)
+    if data == "split":
+        check_loader(trainer)
     if any(isinstance(callback, TrainerRounds) for callback in trainer.callback_handler.callbacks):
         raise StateError("this Trainer is federated already; call federate() once for each")
     if data not in ("split", "own"):
