@@ -152,8 +152,3 @@ def find_count(weight: str | float, cell_rank: int) -> BatchCount:
 def _names_of(batch: object) -> str:
     """Return the names of a batch's tensors, for a message; a trainer that generates has lists of prompts."""
     return str(sorted(batch)) if isinstance(batch, Mapping) else f"no names: it is a {type(batch).__name__}"
-
-
-def _names_of(batch: Any) -> object:
-    """Return what a batch holds, for a message."""
-    return sorted(batch) if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
