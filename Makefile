@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 GPU_TESTS = tests/ranks/test_gpu.py tests/ranks/test_shared_gpu.py tests/unit/test_codec.py tests/unit/test_quantize.py tests/unit/test_state_fake.py
 
-.PHONY: help install demo noniid test nightly gpu wheels lint format docs matrix nccl bench clean
+.PHONY: help install demo noniid test nightly gpu wheels lint format docs matrix frameworks nccl bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
@@ -75,6 +75,9 @@ docs: $(DOCS)/.installed ## build docs/_build/html; a warning is an error
 
 matrix: ## test each supported PyTorch and Python (an hour; ROWS="torch-2.11" for some), for the table in docs/install.rst
 	$(PYTHON) tests/matrix.py $(ROWS)
+
+frameworks: ## test the oldest and newest Trainer, TRL and Lightning (half an hour; ROWS="trl-oldest" for some), for docs/frameworks.rst
+	$(PYTHON) -m tests.frameworks $(ROWS)
 
 # Without .venv, which needs a network: uses the Python that has PyTorch, and the packages of `make wheels`.
 gpu: ## run the tests marked gpu on a machine without a network (docs/install.rst)

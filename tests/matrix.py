@@ -22,6 +22,8 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -33,8 +35,6 @@ RANKS = (
 """Files of ``tests/ranks``: what leans most on torch's own parts, minutes on two cores."""
 
 REPO = Path(__file__).resolve().parents[1]
-PAGE = REPO / "docs/install.rst"
-MARKS = (".. matrix: begin (written by make matrix)", ".. matrix: end")
 HEAD = ("Environment", "Python", "PyTorch", "Date", "Demo", "tests/unit", "tests/ranks, selection", "Minutes")
 VERSIONS = "import platform, torch; print(platform.python_version(), torch.__version__)"
 MATRIX_DIR = Path(os.environ.get("MATRIX_DIR") or Path.home() / ".cache/xffl-matrix").resolve()
@@ -44,6 +44,35 @@ ENVIRONMENT = {key: value for key, value in os.environ.items() if key != "PYTHON
     "PYTHONPATH": str(REPO),
     "PIP_NO_COMPILE": "1",
 }
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of a page of the manual, whose rows a command writes."""
+
+    page: Path
+    command: str
+    """Of make; the marks around the table have it"""
+    head: tuple[str, ...]
+    rows: Collection[str]
+    """The names of the rows, in order"""
+
+    def replace_row(self, cells: list[str]) -> None:
+        """Replace a row of the table, and leave the others as they were."""
+        begin, end = f".. {self.command}: begin (written by make {self.command})", f".. {self.command}: end"
+        before, rest = self.page.read_text().split(begin)
+        table, after = rest.split(end)
+        lines = csv.reader(text.strip() for text in table.splitlines())
+        known = {line[0]: line for line in lines if len(line) == len(self.head)}
+        known[cells[0]] = cells
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n   ").writerows(known[name] for name in self.rows if name in known)
+        names = ", ".join(f'"{name}"' for name in self.head)
+        head = f".. csv-table::\n   :header: {names}"
+        self.page.write_text(f"{before}{begin}\n\n{head}\n\n   {text.getvalue().rstrip()}\n\n{end}{after}")
+
+
+TABLE = Table(REPO / "docs/install.rst", "matrix", HEAD, ROWS)
 
 
 def run(command: list[str], **more: str) -> int:
@@ -153,23 +182,8 @@ def try_row(row: str) -> bool:
         print(error, flush=True)
         versions, results = "- -", [(False, "not run")] * 3
     minutes = f"{(time.monotonic() - began) / 60:.1f}"
-    write(row, [row, *versions.split(), date, *(text for _, text in results), minutes])
+    TABLE.replace_row([row, *versions.split(), date, *(text for _, text in results), minutes])
     return all(passed for passed, _ in results)
-
-
-def write(row: str, cells: list[str]) -> None:
-    """Replace a row of the table, and leave the others as they were."""
-    before, rest = PAGE.read_text().split(MARKS[0])
-    table, after = rest.split(MARKS[1])
-    known = {
-        line[0]: line for line in csv.reader(text.strip() for text in table.splitlines()) if len(line) == len(HEAD)
-    }
-    known[row] = cells
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n   ").writerows(known[name] for name in ROWS if name in known)
-    names = ", ".join(f'"{name}"' for name in HEAD)
-    head = f".. csv-table::\n   :header: {names}"
-    PAGE.write_text(f"{before}{MARKS[0]}\n\n{head}\n\n   {text.getvalue().rstrip()}\n\n{MARKS[1]}{after}")
 
 
 def main() -> int:

@@ -163,12 +163,26 @@ def weights_of(model: nn.Module) -> Weights:
     }
 
 
-def train(folder: str, *, is_adapted: bool = False, is_sharded: bool = False, **options: Any) -> dict[str, Any]:
+def load_sharded(model: Any, folder: str) -> Any:
+    """Load a model as transformers itself shards it over the default group."""
+    from transformers import LlamaForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    files = f"{folder}/files{os.environ['RANK']}"
+    model.save_pretrained(files)
+    return LlamaForCausalLM.from_pretrained(files, distributed_config=DistributedConfig(fsdp_size=SIZES[0]))
+
+
+def train(
+    folder: str, *, is_adapted: bool = False, is_sharded: bool = False, is_loaded: bool = False, **options: Any
+) -> dict[str, Any]:
     """Be a rank of a Trainer's script, with one line more."""
     from xffl.integrations.transformers import federate
 
     cell = int(os.environ["XFFL_ISOLATED"].split()[0]) // SIZES[0]
     model = make_model(cell, is_adapted=is_adapted)
+    if is_loaded:
+        model = load_sharded(model, f"{folder}/{cell}")
     trainer = make_trainer(folder, model, is_sharded=is_sharded)
     rounds = federate(trainer, every=EVERY, **options)
     trainer.train()
@@ -226,6 +240,7 @@ CASES: dict[str, dict[str, Any]] = {
     "ddp": {},
     "fsdp": {"is_sharded": True},
     "lora": {"is_adapted": True, "is_sharded": True},
+    "distributed_config": {"is_loaded": True},
 }
 
 
@@ -258,8 +273,15 @@ def be_naive(rank: int, world_size: int, port: int, folder: str) -> str:
 
 
 def train_both_ways(rank: int, world_size: int, folder: str) -> tuple[list[Any], dict[str, list[Any]], list[str]]:
+    from transformers.distributed import DistributedConfig
+
     import_once()
-    ranks = {name: run_job(4, be_cell, {"folder": f"{folder}/{name}", **options}) for name, options in CASES.items()}
+    cases = {
+        name: options
+        for name, options in CASES.items()
+        if "is_loaded" not in options or hasattr(DistributedConfig, "fsdp_size")  # not in the first transformers 5
+    }
+    ranks = {name: run_job(4, be_cell, {"folder": f"{folder}/{name}", **options}) for name, options in cases.items()}
     return run_job(4, be_by_hand), ranks, run_job(2, be_naive, f"{folder}/naive")
 
 
@@ -270,17 +292,20 @@ def differ(mine: Weights, theirs: Weights) -> float:
 
 def test_a_trainer_trains_what_a_loop_by_hand_trains(tmp_path: Path) -> None:
     [(by_hand, ranks, refusals)] = run_world(1, train_both_ways, str(tmp_path), init=False, timeout_s=280)
-    for name, options in CASES.items():
+    for name, of_ranks in ranks.items():
+        options = CASES[name]
         expected = by_hand[0]["adapted" if options.get("is_adapted") else "full"]
-        for trained in ranks[name]:
-            assert differ(trained["weights"], ranks[name][0]["weights"]) == 0.0
+        for trained in of_ranks:
+            assert differ(trained["weights"], of_ranks[0]["weights"]) == 0.0
             assert differ(trained["weights"], expected["weights"]) < 1e-6, name
             assert trained["counts"] == expected["counts"]
             assert trained["logged"] == [(4, 1, 2), (8, 2, 2), (12, 3, 2)]
             assert trained["losses"] == 3
-            assert trained["wrapper"].startswith("FSDP" if options.get("is_sharded") else "DistributedDataParallel")
+            assert trained["wrapper"].startswith(
+                "FSDP" if {"is_sharded", "is_loaded"} & options.keys() else "DistributedDataParallel"
+            )
         values = sum(value.numel() for value in expected["weights"].values())
-        assert sum(sum(trained["bytes"]) for trained in ranks[name]) == 3 * 2 * 4 * values  # fp32, once from each cell
+        assert sum(sum(trained["bytes"]) for trained in of_ranks) == 3 * 2 * 4 * values  # fp32, once from each cell
     for refused in refusals:
         assert "default group, which holds all 2 ranks of this job" in refused
         assert "start with xffl exec --isolate --federated" in refused

@@ -36,6 +36,7 @@ from xffl.compat.deepspeed import variables_for_import, without_shared_memory
 from xffl.compat.fsdp import GradientSync, gradient_sync
 from xffl.compat.group_names import fresh_group_name
 from xffl.compat.libc import return_large_blocks
+from xffl.compat.lightning import choose_checkpoint
 from xffl.compat.mesh_names import fresh_names
 from xffl.compat.python import end_thread
 from xffl.compat.pytorch import (
@@ -58,6 +59,29 @@ def test_each_workaround_says_which_version_needs_it_and_where_to_look(path: Pat
     for name in module.__all__:
         text = f"{module.__doc__} {getattr(module, name).__doc__}"
         assert re.search(r"\b\d\.\d+\b", text) and "https://" in text, name
+
+
+# Lightning ------------------------------------------------------------------------------------------------------------
+
+
+def test_lightning_takes_no_checkpoint_from_a_callback(tmp_path: Path) -> None:
+    lightning = pytest.importorskip("lightning")
+    boring = importlib.import_module("lightning.pytorch.demos.boring_classes")
+    path = str(tmp_path / "missing.ckpt")
+
+    class Chooser(lightning.Callback):  # type: ignore[misc,name-defined]
+        def setup(self, trainer: Any, module: Any, stage: str) -> None:
+            trainer.ckpt_path = path
+
+    class Replacer(lightning.Callback):  # type: ignore[misc,name-defined]
+        def setup(self, trainer: Any, module: Any, stage: str) -> None:
+            choose_checkpoint(trainer, lambda given: path)
+
+    options: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "max_steps": 1}
+    options |= {"enable_progress_bar": False, "limit_val_batches": 0, "default_root_dir": str(tmp_path)}
+    lightning.Trainer(callbacks=[Chooser()], **options).fit(boring.BoringModel())  # else choose_checkpoint may go
+    with pytest.raises(FileNotFoundError, match="missing"):
+        lightning.Trainer(callbacks=[Replacer()], **options).fit(boring.BoringModel())
 
 
 # PyTorch --------------------------------------------------------------------------------------------------------------
