@@ -122,6 +122,7 @@ class TrainerRounds(TrainerCallback):  # type: ignore[misc]
         if self.resumed is not None and trainer_state.max_steps <= trainer_state.global_step:
             control.should_training_stop = True  # was killed behind its last step
         scaling.join()  # before the first batch, which Trainer reads before the optimizer steps
+        self.total_weight = scaling.total_weight
 
     def on_step_end(self, args: Any, trainer_state: Any, control: Any, **kwargs: Any) -> None:
         """Write rounds into Trainer's log."""
