@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from xffl.checks import index_of, integer
-from xffl.compat.group_names import fresh_group_name
-from xffl.compat.mesh_names import fresh_names
+from xffl.compat.group_names import fresh_group_name, fresh_names
 from xffl.errors import ConfigError, StateError
 from xffl.topology import Topology
 
