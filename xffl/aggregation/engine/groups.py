@@ -62,7 +62,7 @@ class RoundScope:
     # leaves what was opened for it alone, when its aggregator is closed; collective over all its ranks
     leave: Callable[[], None] | None = None
     # makes what votes on its rounds; None: RoundCoordinator
-    coordinate: Callable[[Exchange, RoundScope, Options], RoundCoordinator] | None = None
+    coordinate: Callable[[Exchange, RoundScope, Options, int], RoundCoordinator] | None = None
 
     @property
     def rank(self) -> int:
