@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from xffl.compat.gloo_connections import is_lazy
 from xffl.distributed.collectives import Group
 from xffl.distributed.consistency import (
     cell_gpu,
@@ -179,7 +180,12 @@ def select_groups(
     if shared is None:
         create = make_creator(state, made, scope.first)
         shared = make_holder_groups(create, topology=scope.topology, rank=scope.rank, holders=holders)
-    across = (world,) if multi_rail or scope.cross_world is not None else across
+    if multi_rail or scope.cross_world is not None:
+        across = (world,)
+    if multi_rail and scope.cross_world is None and is_lazy(dist.get_world_size()):
+        # The world's group has the connections of collectives alone, and senders start messages before their peers do.
+        rails = _recorded(state, made, scope.first)
+        across = (rails(tuple(range(scope.topology.world_size)), "xffl_federated_rails"),)
     votes = () if control_device(world).type == "cpu" else (world,)
     # In a round some ranks may not take part, and one behind local steps would connect beside what these send.
     home = (replica, cell, *shared.values())
