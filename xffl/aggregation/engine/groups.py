@@ -184,7 +184,7 @@ def select_groups(
         across = (world,)
     if multi_rail and scope.cross_world is None and is_lazy(dist.get_world_size()):
         # The world's group has the connections of collectives alone, and senders start messages before their peers do.
-        rails = _recorded(state, made, scope.first)
+        rails = make_creator(state, made, scope.first)
         across = (rails(tuple(range(scope.topology.world_size)), "xffl_federated_rails"),)
     votes = () if control_device(world).type == "cpu" else (world,)
     # In a round some ranks may not take part, and one behind local steps would connect beside what these send.
