@@ -16,7 +16,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tests.ports import free_port
 from tests.worlds import run_world
-from xffl.compat.sockets import open_sockets
+from xffl.compat.sockets import open_sockets, sockets_opened_since
 from xffl.distributed.cross_world import CrossWorldGroup
 
 DEAD, WAITING, POISONING = range(3)
@@ -69,7 +69,7 @@ def options_of_connections(rank: int, world: int, port: int) -> list[tuple[int, 
     group = CrossWorldGroup(f"127.0.0.1:{port}", "g", rank, world, first=0, connect_s=60, timeout_s=30)
     group.all_reduce(torch.ones(1), dist.ReduceOp.SUM)
     found = []
-    for descriptor in open_sockets() - before:
+    for descriptor in sockets_opened_since(before):
         with socket.socket(fileno=os.dup(descriptor)) as one:
             if one.type == socket.SOCK_STREAM and not one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 names = (socket.SOL_SOCKET, socket.SO_KEEPALIVE), (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)

@@ -66,6 +66,7 @@ class Plan:
     rounds: int = ROUNDS
     fault: str = ""
     connect_s: float = federation.CONNECT_S
+    unknown_s: float = federation.CELL_HEARTBEAT_TIMEOUT_S  # patience with a missing cell of which nothing is known
     second: str = ""  # a fault of another cell
     options: dict[str, Any] = field(default_factory=dict)
     late: tuple[int, ...] = ()  # cells that come once the others have made some rounds
@@ -157,6 +158,7 @@ def member(rank: int, world: int, plan: Plan) -> Told:
         time.sleep(0.01)
     be_launched(rank - sum(plan.sizes[:cell]), plan.sizes[cell], plan.ports[cell])
     federation.CONNECT_S = plan.connect_s
+    federation.CELL_HEARTBEAT_TIMEOUT_S = plan.unknown_s
     os.environ["XFFL_FAULT"] = plan.second if plan.second.startswith(f"{cell}:") else plan.fault
     os.environ["XFFL_TOKEN"] = plan.tokens.get(cell, "the run's own token")
     told, used = Told(cell), 0
@@ -1361,6 +1363,14 @@ def test_of_three_cells_of_which_two_die_one_after_the_other_the_last_one_goes_o
     assert one.cells[4] == (1, 2)
     assert one.cells[8] == (2,)
     assert sum(weights[2] for weights in one.weights.values()) == one.steps
+
+
+def test_a_lost_cell_is_not_waited_for_again_where_the_next_try_loses_another_one(lighthouse: str) -> None:
+    """Cell 0 is lost in a round, and cell 1 when it is tried again; cell 2 goes on at once, as both are known to be."""
+    faults_of_one_round = {"fault": "0:0:exchange:3", "second": "1:0:enter:3"}
+    [told] = run(lighthouse, (1, 1, 1), mortal=(0, 1), rounds=4, unknown_s=30.0, **faults_of_one_round)
+    assert told.cells[3] == (2,)
+    assert told.seconds[3] < 20.0
 
 
 def test_a_cell_that_starts_again_knows_who_has_finished(lighthouse: str, tmp_path: Path) -> None:

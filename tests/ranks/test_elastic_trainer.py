@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -72,6 +73,45 @@ def fit(rank: int, world: int, url: str, ports: list[int], folder: str) -> Any:
         trainer = TaskTrainer(config_of(folder, rank), callbacks=[rounds, CheckpointCallback()])
         trainer.fit(state)
         return whole_weights(trainer.model), trainer.global_step, trainer.world.lone_cell, rounds.cells
+
+
+class Order(Callback):
+    """Keeps what it hears, and in which order, until a step at which it fails."""
+
+    def __init__(self, last_step: int | None) -> None:
+        self.heard: list[str] = []
+        self._last_step = last_step
+
+    def pre_train(self, trainer: Any) -> None:
+        self.heard.append("pre_train")
+
+    def post_round(self, trainer: Any, report: Any) -> None:
+        self.heard.append(f"round {report.round}")
+
+    def post_train_batch(self, trainer: Any, output: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == self._last_step:
+            raise ArithmeticError
+
+
+def fit_twice(rank: int, world: int, url: str, ports: list[int], folder: str) -> list[list[str]]:
+    """Save each step, fail between two rounds, and resume."""
+    heard = []
+    for life, last_step in enumerate((3, None)):
+        be_launched(0, 1, ports[2 * life + rank])
+        order = Order(last_step)
+        with suppress(ArithmeticError), xffl.session(cell=rank, cells=2, elastic=url) as state:
+            callbacks = [CheckpointCallback(save_frequency=1), order]
+            TaskTrainer(config_of(folder, rank), callbacks=callbacks).fit(state)
+        heard.append(order.heard)
+    return heard
+
+
+def test_callbacks_hear_of_no_round_before_training_begins(lighthouse: str, tmp_path: Path) -> None:
+    """Also of that round in which a cell resumes, and to which it gives the steps of its checkpoint."""
+    ports = [free_port() for _ in range(4)]
+    for first, second in run_world(2, fit_twice, lighthouse, ports, str(tmp_path), init=False):
+        assert first == ["pre_train", "round 2"]
+        assert second[:2] == ["pre_train", "round 3"]
 
 
 def test_a_trainer_is_a_cell(lighthouse: str, tmp_path: Path) -> None:

@@ -7,11 +7,13 @@ import pickle
 import signal
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from pydoc_data import topics
@@ -25,6 +27,7 @@ from torch.utils.data import Dataset, SequentialSampler
 
 import xffl
 from tests.ports import free_port
+from tests.ranks.test_elastic_trainer import lighthouse  # noqa: F401
 from tests.worlds import be_launched, run_world
 from xffl.distributed.startup.isolation import enter_isolation
 from xffl.training.data.partition import iid
@@ -308,18 +311,14 @@ def test_a_trainer_trains_what_a_loop_by_hand_trains(tmp_path: Path) -> None:
         assert "start with xffl exec --isolate --federated" in refused
 
 
-CHANGES = frozenset({"os.rename", "os.remove", "os.rmdir", "os.mkdir"})
-"""Audit events of what changes a folder; so does one that makes a file."""
-
-
-def kill_at(event: int, folder: str, *, is_removal: bool) -> None:
-    """Let this process die just before it changes, or removes, a checkpoint in the folder for so many times."""
+def kill_at(event: int, folder: str) -> None:
+    """Let this process die just before it changes a checkpoint in the folder for so many times."""
+    changes = {"os.rename", "os.remove", "os.rmdir", "os.mkdir"}
     passed = count(1)
 
     def hear(name: str, given: tuple[Any, ...]) -> None:
-        is_change = name in CHANGES or (name == "open" and isinstance(given[2], int) and given[2] & os.O_CREAT)
-        is_heard = name == "shutil.rmtree" if is_removal else is_change
-        if is_heard and "checkpoint-" in str(given[0]) and folder in str(given[0]) and next(passed) == event:
+        is_change = name in changes or (name == "open" and isinstance(given[2], int) and given[2] & os.O_CREAT)
+        if is_change and "checkpoint-" in str(given[0]) and folder in str(given[0]) and next(passed) == event:
             os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(hear)
@@ -327,10 +326,10 @@ def kill_at(event: int, folder: str, *, is_removal: bool) -> None:
 
 @dataclass(frozen=True)
 class Death:
-    """Which rank dies, before which local step, change or removal of a checkpoint, or after its last round."""
+    """Which rank dies, before which local step or which change of a checkpoint, or after its last round."""
 
     rank: int = -1
-    moment: Literal["step", "file", "removal", "end"] = "step"
+    moment: Literal["step", "file", "end"] = "step"
     number: int = 0
 
 
@@ -358,19 +357,16 @@ def be_mortal(rank: int, world_size: int, port: int, folder: str, death: Death, 
         trainer = make_trainer(folder, model, is_sharded=is_sharded, gradient_accumulation_steps=1, **saves)
         rounds = federate(trainer, every=3, algorithm="diloco")
         trainer.add_callback(Mortality())
-        if dies and death.moment in ("file", "removal"):
-            kill_at(death.number, folder, is_removal=death.moment == "removal")
+        if dies and death.moment == "file":
+            kill_at(death.number, folder)
         trainer.train()
         steps = 0 if rounds.resumed is None else rounds.resumed.step
         kept = sorted(path.name for path in Path(trainer.args.output_dir).glob("checkpoint-*"))
         return weights_of(trainer.model_wrapped), steps, kept
 
 
-DEATHS = {Death(0, "step", 5): 2, Death(0, "file", 16): 2, Death(0, "removal", 1): 4, Death(1, "end"): 12}
-"""And the step from which the run goes on then, at least.
-
-Between rounds, in the second save, where checkpoint-2 is removed, behind the last step.
-"""
+DEATHS = {Death(0, "step", 5): 2, Death(0, "file", 16): 2, Death(1, "end"): 12}
+"""And the step from which the run goes on then, at least: between rounds, in the second save, behind the last step."""
 
 
 def kill_and_start_again(rank: int, world_size: int, folder: str) -> list[list[Any]]:
@@ -389,8 +385,7 @@ def test_a_run_that_was_killed_goes_on_to_the_same_bits(tmp_path: Path) -> None:
         for weights, from_step, kept in run:
             assert from_step >= step
             assert differ(weights, whole[0][0]) == 0.0
-            assert "checkpoint-12" in kept
-            assert "checkpoint-2" not in kept
+            assert kept[-1] == "checkpoint-12"
 
 
 def be_scripted(rank: int, world_size: int, port: int, folder: str) -> tuple[Weights, Weights, list[int], int]:
@@ -422,6 +417,64 @@ def be_scripted(rank: int, world_size: int, port: int, folder: str) -> tuple[Wei
             federate(trainer, every=EVERY)
         trainer.train()
         return weights_of(trainer.model_wrapped), at_end[0], saved, trainer.state.global_step
+
+
+ROUNDS: dict[str, dict[str, Any]] = {
+    "fragments, delayed, encoded": {"algorithm": "streaming_diloco", "aggregator": {"codec": "int8"}},
+    "corrected steps": {"client": "scaffold"},
+}
+"""Options of rounds, each of which has a state of its own in a checkpoint"""
+
+
+class BreakDown(Exception):
+    """An error of a script, on all ranks."""
+
+
+def be_resumed(rank: int, world_size: int, port: int, folder: str) -> dict[str, tuple[Weights, Weights, int]]:
+    """Train with all kinds of rounds, in one go, and with an error after which another Trainer goes on."""
+    from transformers import TrainerCallback
+
+    from xffl.integrations.transformers import federate
+
+    class Error(TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 9:
+                raise BreakDown
+
+    def make(path: str, options: dict[str, Any]) -> tuple[Any, Any]:
+        part = {"gradient_accumulation_steps": 1, "save_strategy": "steps", "save_steps": 7, "optim": "sgd"}
+        trainer = make_trainer(path, make_model(isolated.cell), **part)
+        return trainer, federate(trainer, every=3, **options)
+
+    be_launched(rank, world_size, port)
+    trained = {}
+    with enter_isolation((world_size // 2,) * 2) as isolated:
+        for name, options in ROUNDS.items():
+            whole, _ = make(f"{folder}/{name}/whole", options)
+            whole.train()
+            broken, _ = make(f"{folder}/{name}/broken", options)
+            broken.add_callback(Error())
+            with pytest.raises(BreakDown):
+                broken.train()
+            mended, rounds = make(f"{folder}/{name}/broken", options)
+            mended.train()
+            steps = 0 if rounds.resumed is None else rounds.resumed.step
+            trained[name] = weights_of(whole.model_wrapped), weights_of(mended.model_wrapped), steps
+    return trained
+
+
+def resume_rounds(rank: int, world_size: int, folder: str) -> list[Any]:
+    import_once()
+    return run_job(2, be_resumed, folder)
+
+
+def test_rounds_of_all_kinds_go_on_to_the_same_bits(tmp_path: Path) -> None:
+    [ranks] = run_world(1, resume_rounds, str(tmp_path), init=False, timeout_s=280)
+    for name in ROUNDS:
+        for trained in ranks:
+            whole, mended, step = trained[name]
+            assert step == 7
+            assert differ(whole, ranks[0][name][0]) == differ(mended, whole) == 0.0, name
 
 
 def be_unlike(rank: int, world_size: int, port: int, folder: str) -> str:
@@ -457,3 +510,90 @@ def test_callbacks_of_a_script_and_a_part_of_an_epoch(tmp_path: Path) -> None:
     assert (
         "frozen parameters differ between the cells" in refusals[0]
     )  # that of the other one may be that this has ended
+
+
+LONE_ROUNDS = 2
+"""That the cell which lives makes before it waits for the other one to come back"""
+LAST_ROUNDS = 3
+"""To which both cells give steps then"""
+
+
+def wait_for(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.05)
+
+
+def be_elastic(cell: int, port: int, url: str, folder: str, *, is_back: bool) -> tuple[Weights, float, list[int], bool]:
+    """Be a cell of one rank, and a job of its own; cell 1 dies in its first life."""
+    from transformers import TrainerCallback
+
+    from xffl.integrations.transformers import federate
+
+    is_alone = Path(folder, "is_alone")
+    came_back = Path(folder, "came_back")
+
+    class Course(TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if cell == 1 and not is_back and state.global_step == 2 * EVERY + 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            gave = [sum(weight > 0 for weight in report.weights) for report in rounds.reports]
+            if gave.count(1) == LONE_ROUNDS:
+                is_alone.touch()
+                wait_for(came_back)
+            since = 0 if is_back else gave.index(1) if 1 in gave else len(gave)
+            if gave[since:].count(2) == LAST_ROUNDS:
+                control.should_training_stop = True
+
+    be_launched(0, 1, port)
+    os.environ |= {"XFFL_LIGHTHOUSE": url, "XFFL_CELL": f"{cell}/2", "XFFL_RESTARTS": str(int(is_back))}
+    options = {"gradient_accumulation_steps": 1, "max_steps": 10**4, "save_strategy": "steps", "save_steps": EVERY}
+    trainer = make_trainer(folder, make_model(cell), **options)
+    rounds = federate(trainer, every=EVERY)
+    trainer.add_callback(Course())
+    if is_back:
+        came_back.touch()
+    trainer.train()
+    cells = [line["xffl/cells"] for line in trainer.state.log_history if "xffl/cells" in line]
+    return weights_of(trainer.model), rounds.total_weight, cells, rounds.resumed is not None
+
+
+def lose_a_cell(rank: int, world_size: int, url: str, folder: str) -> list[Any]:
+    """Be a launcher of two cells, and start one again after its death; return what each has returned."""
+    import_once()
+    results = [Path(folder, str(cell)) for cell in range(2)]
+    running: dict[int, int] = {}
+
+    def start(cell: int, *, is_back: bool) -> None:
+        port = free_port()
+        process = os.fork()
+        if process == 0:
+            be_forked(results[cell], partial(be_elastic, cell, port, url, folder, is_back=is_back))
+        running[process] = cell
+
+    for cell in range(2):
+        start(cell, is_back=False)
+    while running:
+        process, status = os.wait()
+        cell = running.pop(process)
+        if os.WIFSIGNALED(status):
+            wait_for(Path(folder, "is_alone"))
+            start(cell, is_back=True)
+        elif status:
+            raise ChildProcessError(f"cell {cell} has failed")
+    return [pickle.loads(result.read_bytes()) for result in results]
+
+
+@pytest.mark.skipif(find_spec("torchft") is None, reason="needs the extra elastic")
+def test_a_lost_cell_of_an_elastic_run_comes_back_and_contributes(lighthouse: str, tmp_path: Path) -> None:  # noqa: F811
+    [(stayed, returned)] = run_world(1, lose_a_cell, lighthouse, str(tmp_path), init=False, timeout_s=200)
+    weights, total_weight, cells, is_resumed = stayed
+    assert not is_resumed
+    assert cells[0] == 2
+    assert cells.count(1) >= LONE_ROUNDS
+    assert returned[3]
+    for counted in (cells, returned[2]):
+        assert counted[-LAST_ROUNDS:] == [2] * LAST_ROUNDS
+    assert returned[1] == total_weight > 0
+    assert differ(weights, returned[0]) == 0.0

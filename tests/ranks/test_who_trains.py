@@ -29,6 +29,8 @@ from xffl.aggregation.engine.planning.lone_coverage import check_lone_cell
 from xffl.aggregation.engine.stages.first_round import FirstRound
 from xffl.aggregation.federations.elastic import ElasticAggregator
 from xffl.aggregation.federations.hierarchical import Level, Levels
+from xffl.distributed.cell_world import CellWorld
+from xffl.distributed.distributed_state import set_cell_world
 from xffl.distributed.gradients import find_reduction, mark_reduced
 from xffl.distributed.sharding import local_tensor
 
@@ -405,7 +407,7 @@ def jobs_of_one_cell(rank: int, world_size: int) -> None:
     state.unset_federated_scaling()
     for kind in ("elastic", "files"):
         alone = make_state(rank, federated_group_size=(4,))
-        alone._lone_cell = (0, (4, 4))
+        set_cell_world(alone, CellWorld(0, (4, 4)))
         model = net()
         if kind == "elastic":
             told = raised(lambda alone=alone, model=model: ElasticAggregator(model, alone))  # type: ignore[misc]

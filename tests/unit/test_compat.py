@@ -22,27 +22,32 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor
+from torch import nn
 from torch.autograd import graph, profiler
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 
 import xffl.compat
+from tests.worlds import fake_world
+from xffl.aggregation.steps.step_observers import may_be_wrapped
 from xffl.compat.ddp import delayed_parameters, find_in_reducer, parameters_at_start, running_wrapper
 from xffl.compat.deepspeed import variables_for_import, without_shared_memory
-from xffl.compat.group_names import fresh_group_name
+from xffl.compat.fsdp import GradientSync, gradient_sync
+from xffl.compat.group_names import fresh_group_name, fresh_names
 from xffl.compat.libc import return_large_blocks
-from xffl.compat.mesh_names import fresh_names
+from xffl.compat.lightning import choose_checkpoint
+from xffl.compat.optimizer_steps import enclosing_steps
 from xffl.compat.python import end_thread
 from xffl.compat.pytorch import (
     DispatchMode,
     call_at_end_of_backward,
-    enclosing_steps,
     is_in_backward,
     is_out_of_memory,
     is_profiling,
     memory_of,
 )
-from xffl.compat.sockets import find_connections, limit_silence, name_of_socket, open_sockets
+from xffl.compat.sockets import find_connections, limit_silence, name_of_socket, open_sockets, sockets_opened_since
 
 FILES = sorted(path for path in Path(xffl.compat.__file__).parent.glob("*.py") if path.stem != "__init__")
 
@@ -53,6 +58,29 @@ def test_each_workaround_says_which_version_needs_it_and_where_to_look(path: Pat
     for name in module.__all__:
         text = f"{module.__doc__} {getattr(module, name).__doc__}"
         assert re.search(r"\b\d\.\d+\b", text) and "https://" in text, name
+
+
+# Lightning ------------------------------------------------------------------------------------------------------------
+
+
+def test_lightning_takes_no_checkpoint_from_a_callback(tmp_path: Path) -> None:
+    lightning = pytest.importorskip("lightning")
+    boring = importlib.import_module("lightning.pytorch.demos.boring_classes")
+    path = str(tmp_path / "missing.ckpt")
+
+    class Chooser(lightning.Callback):  # type: ignore[misc,name-defined]
+        def setup(self, trainer: Any, module: Any, stage: str) -> None:
+            trainer.ckpt_path = path
+
+    class Replacer(lightning.Callback):  # type: ignore[misc,name-defined]
+        def setup(self, trainer: Any, module: Any, stage: str) -> None:
+            choose_checkpoint(trainer, lambda given: path)
+
+    options: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "max_steps": 1}
+    options |= {"enable_progress_bar": False, "limit_val_batches": 0, "default_root_dir": str(tmp_path)}
+    lightning.Trainer(callbacks=[Chooser()], **options).fit(boring.BoringModel())  # else choose_checkpoint may go
+    with pytest.raises(FileNotFoundError, match="missing"):
+        lightning.Trainer(callbacks=[Replacer()], **options).fit(boring.BoringModel())
 
 
 # PyTorch --------------------------------------------------------------------------------------------------------------
@@ -71,6 +99,19 @@ def test_torch_has_no_public_way_to_know_of_a_backward_pass() -> None:
     assert seen == [True, "end"] and not is_in_backward()
     assert not hasattr(graph, "is_backward_executing"), "use it in place of is_in_backward"
     assert not hasattr(graph, "queue_callback"), "use it in place of call_at_end_of_backward"
+
+
+def test_fsdp_has_no_public_way_to_know_what_a_backward_pass_reduces() -> None:
+    with fake_world(2, 0):
+        mesh = init_device_mesh("cpu", (2,))
+        inner: Any = fully_shard(nn.Linear(2, 2), mesh=mesh)
+        model = fully_shard(nn.Sequential(inner), mesh=mesh)
+        assert gradient_sync(model) == GradientSync(reduces=True, all_reduces=True)
+        inner.set_requires_all_reduce(False)
+        assert gradient_sync(model) == GradientSync(reduces=True, all_reduces=False), "the outer one has no parameters"
+    names = {name for name in dir(FSDPModule) if re.search("gradient_sync|all_reduce", name)}
+    setters = {"set_all_reduce_hook", "set_requires_all_reduce", "set_requires_gradient_sync"}
+    assert names == setters, "one of them may tell it, in place of gradient_sync"
 
 
 def test_torch_has_no_public_way_to_know_of_a_profiler() -> None:
@@ -135,6 +176,19 @@ def test_ddp_does_not_tell_whose_gradients_it_reduces(tmp_path: Path) -> None:
         assert callers == [None, module]
         lists = {name for name, value in vars(module).items() if isinstance(value, (list, tuple, set)) and value}
         assert not {name for name in lists if not name.startswith("_")}, "one of them may tell what DDP was made with"
+    finally:
+        dist.destroy_process_group()
+
+
+def test_ddp_refuses_the_dtensors_of_fsdp2(tmp_path: Path) -> None:
+    """So only a model with plain parameters is watched for a wrapper over several cells."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        plain, sharded = torch.nn.Linear(2, 2), fully_shard(torch.nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,)))
+        assert may_be_wrapped(plain) and not may_be_wrapped(sharded)
+        for model in (sharded, torch.nn.Sequential(plain, sharded)):
+            with pytest.raises((NotImplementedError, RuntimeError)):
+                torch.nn.parallel.DistributedDataParallel(model)
     finally:
         dist.destroy_process_group()
 
@@ -217,7 +271,7 @@ def test_sockets_of_libraries_are_found_among_those_of_the_process() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         here = server.getsockname()[1]
         with socket.create_connection(("127.0.0.1", here)) as one, server.accept()[0] as other:
-            opened = open_sockets() - before
+            opened = sockets_opened_since(before)
             assert opened == {server.fileno(), one.fileno(), other.fileno()}
             limit_silence(one.fileno(), 10)
             assert one.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 10_000
@@ -226,6 +280,15 @@ def test_sockets_of_libraries_are_found_among_those_of_the_process() -> None:
             name = name_of_socket(one.fileno())
             assert name.startswith("socket:")
     assert name_of_socket(one.fileno()) == ""
+
+
+def test_a_socket_with_the_number_of_one_that_was_closed_is_a_new_one() -> None:
+    with socket.socket() as former:
+        number = former.fileno()
+        before = open_sockets()
+    with socket.socket() as later:
+        assert later.fileno() == number
+        assert number in sockets_opened_since(before)
 
 
 def test_a_number_that_is_no_socket_any_more_leaves_no_descriptor_behind() -> None:
@@ -237,6 +300,11 @@ def test_a_number_that_is_no_socket_any_more_leaves_no_descriptor_behind() -> No
     assert len(os.listdir("/proc/self/fd")) == held
     os.close(reading)
     os.close(writing)
+
+
+def test_gloo_has_no_option_of_a_group_that_connects_lazily() -> None:
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    assert not [name for name in dir(options) if "lazy" in name.lower()], "use it in place of connect_lazily"
 
 
 def test_gloo_has_no_option_by_which_a_silent_connection_ends() -> None:

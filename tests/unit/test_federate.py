@@ -113,7 +113,7 @@ def test_packed_rows_and_pairs_count() -> None:
         count.add(pairs)
     assert (tokens.counted(), samples.counted()) == (3 + 3, 2 + 2)
     prompts: Any = [{"prompt": "?"}]
-    with pytest.raises(ConfigError, match="federate.trainer, weight='samples'"):
+    with pytest.raises(ConfigError, match="weight='samples'"):
         tokens.add(prompts)
     with pytest.raises(ConfigError, match="give a number"):
         samples.add(prompts)

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from xffl.distributed.distributed_state import DistributedState, set_lone_cell
+from xffl.distributed.cell_world import CellWorld
+from xffl.distributed.distributed_state import DistributedState, set_cell_world
 from xffl.distributed.parameters import ElasticParameters
 from xffl.errors import ConfigError
 from xffl.training.mixins.federated import FederatedMixin, FederationConfig
@@ -62,7 +63,7 @@ def test_a_configuration_says_how_long_an_elastic_cell_waits_for_others() -> Non
     trainer.config.federation = FederationConfig(every=2, meeting_timeout_s=7)
     trainer.configure()
     assert state.elastic is None
-    set_lone_cell(state, 1, (1, 1), ElasticParameters(lighthouse="http://10.0.0.1:29510"))
+    set_cell_world(state, CellWorld(1, (1, 1), ElasticParameters(lighthouse="http://10.0.0.1:29510")))
     trainer.configure()
     assert state.elastic is not None and state.elastic.meeting_timeout_s == 7
     with pytest.raises(ConfigError, match=r"federation\.meeting_timeout_s .*; give seconds"):

@@ -53,7 +53,7 @@ WITHOUT_TORCH = (
     "journal",
 )
 EXPORTS = {"DistributedState", "DistributedWorld", "session", "shard", "Aggregator", "FederatedScaling", "RoundReport"}
-EXPORTS |= {"Topology", "adopt"}
+EXPORTS |= {"Topology", "adopt", "mean_over_cell", "no_sync"}
 
 
 @pytest.fixture(scope="module")
@@ -360,8 +360,8 @@ READ_WITHOUT_LIMIT = {
         "monitors: self._clock.read()",
         "progress: run.clock.read()",
         "progress: clock.read()",
-        "weight_keepers: self._masters.read()",
-        "weight_keepers: masters.read()",
+        "master_weights: self._masters.read()",
+        "master_weights: masters.read()",
         "deepspeed: masters.read()",
         "exports: self.read()",
         "zero_view: self.read()",

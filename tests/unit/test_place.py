@@ -17,6 +17,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import xffl
 from tests.worlds import fake_world
 from xffl.distributed import DistributedState
+from xffl.distributed.cell_world import CellWorld
+from xffl.distributed.distributed_state import set_cell_world
 from xffl.distributed.parameters import DeviceParameters
 from xffl.errors import ConfigError, StateError, TopologyError
 from xffl.topology import DataPlace, Topology
@@ -43,7 +45,8 @@ def known(rank: int, world_size: int) -> DistributedState:
 def lone(rank: int, cell: int, sizes: tuple[int, ...], topology: Topology | None = None) -> DistributedState:
     """A rank of a job that is one cell of several."""
     state = known(rank, sizes[cell])
-    state._lone_cell, state._topology = (cell, sizes), topology
+    set_cell_world(state, CellWorld(cell, sizes))
+    state._topology = topology
     return state
 
 

@@ -29,9 +29,8 @@ from xffl.aggregation.rounds.uncounted import CountingCheck
 from xffl.aggregation.steps.client_steps import ClientSteps, MomentumSteps
 from xffl.aggregation.steps.contributions import backward_error
 from xffl.aggregation.steps.nested_steps import outermost
-from xffl.aggregation.steps.outer_wrappers import WrapperWatch
 from xffl.aggregation.steps.stale_gradients import StaleGradients
-from xffl.aggregation.steps.step_observers import StepObserver, needs_following
+from xffl.aggregation.steps.step_observers import StepObserver, may_be_wrapped, needs_following
 from xffl.aggregation.steps.weight_copies import CopyWatch, tell_swaps
 from xffl.aggregation.steps.wrapped_optimizers import StepHook, steps_may_nest
 from xffl.checks import integer
@@ -455,7 +454,9 @@ class FederatedScaling:
             tell_swaps(self._config.optimizers)
             self._copy_watch = CopyWatch()
             observers.append(self._copy_watch)
-        if self._state_of_cells is not None:
+        if self._state_of_cells is not None and may_be_wrapped(self._bare_model):
+            from xffl.aggregation.steps.outer_wrappers import WrapperWatch
+
             wrapper_watch = WrapperWatch(self._bare_model, self._state_of_cells)
             self._handles.append(wrapper_watch.handle)
             observers.append(wrapper_watch)

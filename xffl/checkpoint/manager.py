@@ -19,9 +19,9 @@ from xffl.checkpoint.opened import TRIES
 from xffl.checkpoint.removal import sweep
 from xffl.checkpoint.save import PendingSave
 from xffl.checks import integer
+from xffl.cluster.environment import is_isolated
 from xffl.distributed.collectives import Group, own_rank
 from xffl.distributed.distributed_state import DistributedState
-from xffl.distributed.isolated_cell import is_isolated
 from xffl.errors import CheckpointError, ConfigError
 
 __all__ = ["CheckpointManager", "auto_resume", "check_checkpoints", "find_latest_checkpoint"]

@@ -41,6 +41,8 @@ It has no authentication, and its page (http://HOST:PORT) can kill a group: bind
 network that only the job's hosts reach. The journal answers only those that know the token.
 """
 _JOURNALS = "~/.xffl/journal"
+_TICK_MS = 20
+"""How often the lighthouse looks whether a cell is lost for which others wait; a look takes some microseconds."""
 
 
 def build_parser() -> ArgumentParser:
@@ -88,7 +90,7 @@ def run(options: Namespace) -> int:
     with ExitStack() as served:
         journal = None if options.journal is None else _serve_journal(options, served, host=host, port=port)
         try:
-            server = LighthouseServer(bind=f"{host}:{port}", min_replicas=replicas, quorum_tick_ms=100, **times)
+            server = LighthouseServer(bind=f"{host}:{port}", min_replicas=replicas, quorum_tick_ms=_TICK_MS, **times)
         except RuntimeError as error:
             raise ConfigError(f"--bind {options.bind!r} cannot be bound ({error}); give another HOST:PORT") from error
         served.callback(server.shutdown)

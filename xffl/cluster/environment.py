@@ -31,6 +31,7 @@ __all__ = [
     "complete_federation",
     "detect_environment",
     "federation_variables",
+    "is_isolated",
     "is_lone_cell_requested",
     "request_federation",
     "requested_federation",
@@ -214,6 +215,11 @@ def request_federation(
 def is_lone_cell_requested(environ: Mapping[str, str] = os.environ) -> bool:
     """Tell whether variables say that this job is one cell of several jobs, or only what such a cell needs."""
     return any(environ.get(name, "").strip() for name in ("XFFL_CELL", "XFFL_FROM", "XFFL_EXPORT"))
+
+
+def is_isolated(environ: Mapping[str, str] = os.environ) -> bool:
+    """Tell whether this process is a rank of an isolated cell, so that its variables are those of the cell."""
+    return bool(environ.get(ISOLATED_VARIABLE, "").strip())
 
 
 def require_cells(number: int) -> None:

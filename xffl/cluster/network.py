@@ -8,9 +8,11 @@ import struct
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
+from xffl.checks import number
 from xffl.errors import ConfigError, LaunchError
 
 __all__ = [
@@ -223,6 +225,10 @@ class Timeouts:
             across_s=session_s * 3 / 4,
             session_s=float(session_s),
         )
+
+
+check_timeout = partial(number, "timeout_s", above=0, below=1e9, hint="give seconds, such as 600")
+"""Returns the seconds after which a session gives up."""
 
 
 def _check_seconds(name: str, value: object) -> None:

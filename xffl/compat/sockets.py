@@ -11,22 +11,38 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
-__all__ = ["cut_connection", "find_connections", "limit_silence", "name_of_socket", "open_sockets"]
+__all__ = [
+    "cut_connection",
+    "find_connections",
+    "limit_silence",
+    "name_of_socket",
+    "open_sockets",
+    "sockets_opened_since",
+]
 
 INTERNET = (socket.AF_INET, socket.AF_INET6)
 
 
-def open_sockets() -> set[int]:
-    """Return the descriptors of this process that are sockets."""
-    found = set()
+def open_sockets() -> dict[int, str]:
+    """Return what the kernel calls each socket of this process, by descriptor."""
+    found = {}
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # it was closed meanwhile
-            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                found.add(int(name))
+            target = os.readlink(f"/proc/self/fd/{name}")
+            if target.startswith("socket:"):
+                found[int(name)] = target
     return found
+
+
+def sockets_opened_since(before: Mapping[int, str]) -> set[int]:
+    """Return the descriptors of sockets that :func:`open_sockets` has not returned before.
+
+    They may have the numbers of sockets that were closed since.
+    """
+    return {descriptor for descriptor, name in open_sockets().items() if before.get(descriptor) != name}
 
 
 @contextmanager
@@ -66,7 +82,7 @@ def limit_silence(descriptor: int, seconds: int, peer: tuple[str, int] | None = 
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * seconds)
 
 
-def find_connections(opened: set[int], others: set[int], store_port: int, count: int) -> dict[int, str]:
+def find_connections(opened: Iterable[int], others: Iterable[int], store_port: int, count: int) -> dict[int, str]:
     """Return which of the sockets that were opened with a group are its connections, and what they are called.
 
     None of them if they cannot be told from others that were opened at the same time.

@@ -73,9 +73,14 @@ class RunActivity:
         """Note a round that was started."""
         self.rounds_under_way.add(pending)
 
+    @property
+    def next_number(self) -> int:
+        """What this rank says when the ranks agree on the number of their next aggregator."""
+        return self._last_number + 1
+
     def number_aggregator(self, agree: Callable[[int], int]) -> int:
         """Return a number that no aggregator has had; ``agree`` makes one for all ranks of what each of them says."""
-        self._last_number = agree(self._last_number + 1)
+        self._last_number = agree(self.next_number)
         return self._last_number
 
     def expect_entry(self, block: object) -> weakref.finalize[Any, Any]:
@@ -95,15 +100,14 @@ class RunActivity:
         self._expected.append(expected)
         return expected
 
-    def end(self, lesson: str | None) -> None:
-        """Say what is missing, once: ``lesson`` where optimizers have stepped and there was no round."""
+    def end(self) -> bool:
+        """Say once which blocks were never entered; return whether optimizers have stepped and there was no round."""
         self._is_paused = False
         self._stop_watching()
         for expected in self._expected:
             expected()  # does nothing where it was detached
         self._expected.clear()
-        if lesson is not None and self._has_step and not self._has_round:
-            print(lesson, file=sys.stderr, flush=True)
+        return self._has_step and not self._has_round
 
     def drop(self) -> None:
         """Say nothing any more: an error has ended the run."""

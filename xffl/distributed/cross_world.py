@@ -20,7 +20,13 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from xffl.cluster.network import gloo_beyond_this_host
-from xffl.compat.sockets import find_connections, limit_silence, name_of_socket, open_sockets
+from xffl.compat.sockets import (
+    find_connections,
+    limit_silence,
+    name_of_socket,
+    open_sockets,
+    sockets_opened_since,
+)
 
 __all__ = ["WEIGHTS_TAG", "CrossWorldGroup", "Work"]
 
@@ -85,7 +91,7 @@ class CrossWorldGroup:
         self._numbers = itertools.count()
         # A host that is gone resets nothing. Without this only the time that a message may take would tell, and that
         # has to be long, since a slow link is no lost one. gloo sets no such options, and does not tell its sockets.
-        opened = open_sockets() - others
+        opened = sockets_opened_since(others)
         for descriptor in opened:
             limit_silence(descriptor, SILENT_S)
         self.quick_timeout_s = timeout_s

@@ -12,7 +12,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,6 @@ from xffl.cluster.network import Timeouts
 from xffl.cluster.sizes import read_federation, read_replica_size
 from xffl.distributed.activity import RunActivity
 from xffl.distributed.consistency import run_on_all_ranks
-from xffl.distributed.cross_world import CrossWorldGroup
 from xffl.distributed.groups import (
     ALL_KINDS,
     cell_mesh,
@@ -39,15 +38,17 @@ from xffl.distributed.groups import (
     new_group,
     with_host_side,
 )
-from xffl.distributed.isolated_cell import IsolatedCell
-from xffl.distributed.parameters import ElasticParameters
 from xffl.distributed.state_text import state_text
 from xffl.errors import ConfigError, StateError, TopologyError
-from xffl.journal.cell import CellJournal
-from xffl.topology import REPLICATE_AXIS, DataPlace, Topology
+from xffl.topology import DataPlace, Topology
 
 if TYPE_CHECKING:
+    from xffl.distributed.cell_world import CellWorld
+    from xffl.distributed.cross_world import CrossWorldGroup
     from xffl.distributed.failures.world_check import WorldCheck
+    from xffl.distributed.isolated_cell import IsolatedCell
+    from xffl.distributed.parameters import ElasticParameters
+    from xffl.journal.cell import CellJournal
 
 __all__ = ["DEFAULT_TIMEOUT_S", "DistributedState", "create_device_mesh", "logger"]
 
@@ -61,6 +62,8 @@ _CROSS_CELL = ("xffl_federated",)
 """How the descriptions of groups of senders begin, see :func:`xffl.distributed.groups.make_groups`."""
 _RELAYING = ("xffl_replica", "xffl_federation", "xffl_holders", "xffl_part")
 """Those of intra-cell groups that hand on what has crossed: they wait for senders, who wait for other cells."""
+_COLLECTIVES_ALONE = (*_RELAYING, "xffl_shard")
+"""Those of groups in which no rank sends to a single other one."""
 
 _SETUP_FIELDS = (
     *("_topology", "replica_local_rank", "replica_local_size", "replica_rank", "replica_world_size"),
@@ -143,11 +146,8 @@ class DistributedState:
 
     _topology: Topology | None = field(default=None, init=False, repr=False)
     """What stands behind the fields of the set-up."""
-    _lone_cell: tuple[int, tuple[int, ...]] | None = field(default=None, init=False, repr=False)
-    _elastic: ElasticParameters | None = field(default=None, init=False, repr=False)
-    _cell_journal: CellJournal | None = field(default=None, init=False, repr=False, compare=False)
-    _isolated: IsolatedCell | None = field(default=None, init=False, repr=False)
-    _job_group: CrossWorldGroup | None = field(default=None, init=False, repr=False, compare=False)
+    _cell_world: CellWorld | None = field(default=None, init=False, repr=False)
+    """What :func:`set_cell_world` was given: the place of this world among others; ``None`` where there are none"""
     _data_place: DataPlace | None = field(default=None, init=False, repr=False)
     """What :func:`set_data_place` was given"""
     _setups: list[Setup] = field(default_factory=list, init=False, repr=False, compare=False)
@@ -203,12 +203,12 @@ class DistributedState:
 
         Rounds go over files, or, where the federation is :attr:`elastic`, among the cells that are there.
         """
-        return self._lone_cell
+        return None if self._cell_world is None else self._cell_world.lone_cell
 
     @property
     def elastic(self) -> ElasticParameters | None:
         """How this job, which is one cell, makes rounds with others that may be lost; ``None`` without."""
-        return self._elastic
+        return None if self._cell_world is None else self._cell_world.elastic
 
     @property
     def isolated(self) -> IsolatedCell | None:
@@ -216,12 +216,12 @@ class DistributedState:
 
         The state's other fields then describe the world of this rank's cell.
         """
-        return self._isolated
+        return None if self._cell_world is None else self._cell_world.isolated
 
     @property
     def job_rank(self) -> int | None:
         """This rank's number among all ranks of the job: ``rank``, unless the job's cells are :attr:`isolated`."""
-        return self.rank if self._isolated is None else self._isolated.rank
+        return self.rank if self._cell_world is None else self._cell_world.job_rank(self.rank)
 
     @property
     def is_first_of_job(self) -> bool:
@@ -231,7 +231,7 @@ class DistributedState:
     @property
     def job_topology(self) -> Topology:
         """The cells of the whole job: :attr:`topology`, unless the job's cells are :attr:`isolated`."""
-        return self.topology if self._isolated is None else self._topology_of(self._isolated.sizes)
+        return self.topology if self._cell_world is None else self._cell_world.job_topology(self.topology)
 
     @property
     def job_group(self) -> CrossWorldGroup | None:
@@ -241,9 +241,7 @@ class DistributedState:
 
         :raises StateError: if this rank has left the job.
         """
-        if self._isolated is not None and self._job_group is None:
-            raise StateError("this rank has left the other cells of its job; use the state inside its session")
-        return self._job_group
+        return None if self._cell_world is None else self._cell_world.job_group
 
     @property
     def cell_journal(self) -> CellJournal | None:
@@ -251,7 +249,7 @@ class DistributedState:
 
         It was read before the session gave this state, and so before any checkpoint was.
         """
-        return self._cell_journal
+        return None if self._cell_world is None else self._cell_world.journal
 
     @property
     def data_place(self) -> DataPlace:
@@ -262,29 +260,10 @@ class DistributedState:
 
         :raises StateError: if the state does not know its rank and world yet.
         """
-        rank = self._place()[0]
-        job = DataPlace(self.topology, rank)
+        job = DataPlace(self.topology, self._place()[0])
         if self._data_place is not None:
             return self._data_place
-        if self._isolated is not None:
-            cell, sizes = self._isolated.cell, self._isolated.sizes
-        elif self._lone_cell is not None:
-            cell, sizes = self._lone_cell
-        else:
-            return job
-        dealt = self._topology_of(sizes)
-        return DataPlace(dealt, dealt.offsets[cell] + rank, job)
-
-    def _topology_of(self, sizes: tuple[int, ...]) -> Topology:
-        """Return the cells of other worlds with this one's, as they would be in one world."""
-        replica = self.topology.replica_size  # other cells may have another layout
-        if replica is not None and any(size % replica for size in sizes):
-            replica = None
-        shape = self.topology.cell_shape
-        has_one_shape = self._isolated is not None and len(set(sizes)) == 1
-        if shape is not None and not has_one_shape:  # cells of other sizes have other numbers of replicas
-            shape = tuple((name, -1 if name == REPLICATE_AXIS else size) for name, size in dict(shape).items())
-        return Topology(sum(sizes), sizes, replica, shape)
+        return job if self._cell_world is None else self._cell_world.data_place(job)
 
     @property
     def cell(self) -> int:
@@ -368,7 +347,8 @@ class DistributedState:
         if self._link_backend is not None:
             crosses = len({self.topology.cell_of(one) for one in (min(checked), max(checked))}) > 1
             backend = self._link_backend if crosses else self.backend
-        return new_group(checked, timeout_s, group_desc, backend)
+        has_messages = not name.startswith(_COLLECTIVES_ALONE)
+        return new_group(checked, timeout_s, group_desc, backend, has_messages=has_messages)
 
     # The process, its node and its device ----------------------------------------------------------------------------
 
@@ -936,35 +916,18 @@ def make_state(timeouts: Timeouts) -> DistributedState:
     return state
 
 
-def set_lone_cell(
-    state: DistributedState,
-    cell: int,
-    sizes: tuple[int, ...],
-    elastic: ElasticParameters | None,
-    journal: CellJournal | None = None,
-) -> None:
-    """Say that this job is one cell of several that are jobs of their own; local.
+def set_cell_world(state: DistributedState, world: CellWorld) -> None:
+    """Say that a state's world is one cell, and that the other cells are other worlds; local.
 
     :param state: The rank's state.
-    :param cell: The number of this job's cell.
-    :param sizes: The ranks of all cells.
-    :param elastic: How rounds are made with cells that may be lost; ``None`` for rounds over files.
-    :param journal: The run's journal, on rank 0 of an elastic cell.
+    :param world: The place of its world among all cells.
     """
-    state._lone_cell = (cell, sizes)
-    state._elastic = elastic
-    state._cell_journal = journal
+    state._cell_world = world
 
 
-def set_isolated_cell(state: DistributedState, isolated: IsolatedCell, group: CrossWorldGroup) -> None:
-    """Say that a state's world is one cell of a job whose cells are worlds of their own; local.
-
-    :param state: The rank's state.
-    :param isolated: The rank's place in the job.
-    :param group: All ranks of the job, by the job's numbers.
-    """
-    state._isolated = isolated
-    state._job_group = group
+def cell_world_of(state: DistributedState) -> CellWorld | None:
+    """Return what :func:`set_cell_world` was given; ``None`` where this job has all cells in one world; local."""
+    return state._cell_world
 
 
 def leave_job(state: DistributedState) -> None:
@@ -972,26 +935,14 @@ def leave_job(state: DistributedState) -> None:
 
     :param state: The rank's state.
     """
-    if state._job_group is not None:
-        state._job_group.end_waits()
-        state._job_group.close()
-        state._job_group = None
+    if state._cell_world is not None:
+        state._cell_world = state._cell_world.left()
 
 
 def take_off_setups(state: DistributedState, *, destroys: bool) -> None:
     """Take all set-ups off a state. Nothing moves, so no other rank may be using their groups any more."""
     while state._setups:
         rollback(state, destroys=destroys)
-
-
-def set_meeting_timeout(state: DistributedState, timeout_s: float) -> None:
-    """Say how long this cell waits for others to make a round with; local. Nothing changes without an elastic cell.
-
-    :param state: The rank's state.
-    :param timeout_s: The seconds.
-    """
-    if state._elastic is not None:
-        state._elastic = replace(state._elastic, meeting_timeout_s=timeout_s)
 
 
 def set_data_place(state: DistributedState, place: DataPlace | None) -> None:

@@ -11,7 +11,7 @@ from xffl.cluster.environment import ISOLATED_VARIABLE
 from xffl.errors import ConfigError
 from xffl.topology import Topology
 
-__all__ = ["IsolatedCell", "is_isolated", "read_isolated_cell"]
+__all__ = ["IsolatedCell", "read_isolated_cell"]
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,3 @@ def read_isolated_cell(environ: Mapping[str, str] = os.environ) -> IsolatedCell 
         raise ConfigError(f"{ISOLATED_VARIABLE} is {text!r}; xffl exec --isolate sets it, leave it out elsewhere")
     rank, *sizes = [number for number in numbers if number is not None]
     return IsolatedCell(rank, tuple(sizes), words[2])
-
-
-def is_isolated(environ: Mapping[str, str] = os.environ) -> bool:
-    """Tell whether this process is a rank of an isolated cell, so that its variables are those of the cell."""
-    return bool(environ.get(ISOLATED_VARIABLE, "").strip())

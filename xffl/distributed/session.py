@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -15,18 +15,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from xffl.checks import number
 from xffl.cluster.environment import (
     ProcessEnvironment,
     accept_cells,
     complete_federation,
     detect_environment,
+    is_isolated,
     is_lone_cell_requested,
     required_cells,
     sources_named,
 )
 from xffl.cluster.hardware import pick_gpu
-from xffl.cluster.network import Timeouts, keep_gloo_local, release_gloo, use_interface
+from xffl.cluster.network import Timeouts, check_timeout, keep_gloo_local, release_gloo, use_interface
 from xffl.cluster.sizes import Federation, read_federation, read_replica_size
 from xffl.distributed.consistency import barrier, gather_runtimes, run_on_all_ranks
 from xffl.distributed.distributed_state import (
@@ -43,11 +43,11 @@ from xffl.distributed.groups import (
     check_device,
     check_link_backend,
     check_streams,
+    connected,
     stop_threads,
     wait_for_threads,
     with_host_side,
 )
-from xffl.distributed.isolated_cell import is_isolated
 from xffl.distributed.parameters import DeviceParameters, ElasticParameters
 from xffl.distributed.startup.meeting import (
     agree_on_store,
@@ -59,15 +59,13 @@ from xffl.errors import ConfigError, LaunchError, StateError, XfflError
 from xffl.topology import Topology
 
 if TYPE_CHECKING:
-    from xffl.distributed.startup.lone_cell import LoneCell
+    from xffl.distributed.startup.cell_request import CellRequest
 
 __all__ = [
     "cleanup_distributed_process_group",
     "session",
     "setup_distributed_process_group",
 ]
-
-_check_seconds = partial(number, "timeout_s", above=0, below=1e9, hint="give seconds, such as 600")
 
 _ARGUMENTS = {
     "node_local_rank": "group_local_rank",
@@ -137,13 +135,22 @@ def session(
     :raises ConfigError: if this job is not like that cell; on all ranks.
     """
     is_process_ending = sys.is_finalizing  # this module's names may be gone when the generator is collected
-    lone_cell: LoneCell | None = None
-    if is_lone_cell_requested() or any(given is not None for given in (cell, cells, elastic)):
-        from xffl.distributed.startup.lone_cell import find_lone_cell
+    request: CellRequest | None = None
+    if isolate or is_isolated() or is_lone_cell_requested() or any(arg is not None for arg in (cell, cells, elastic)):
+        from xffl.distributed.startup.cell_request import find_cell_request
 
-        lone_cell = find_lone_cell(cell, cells, elastic, link_backend)
-    setup = partial(
+        request = find_cell_request(
+            cell=cell,
+            cells=cells,
+            elastic=elastic,
+            link_backend=link_backend,
+            isolate=isolate,
+            ifname=ifname,
+            timeout_s=timeout_s if timeouts is None else timeouts.session_s,
+        )
+    join = partial(
         setup_distributed_process_group,
+        federated=federated,
         backend=backend,
         device=device,
         hsdp=hsdp,
@@ -152,17 +159,13 @@ def session(
         ifname=ifname,
         device_parameters=device_parameters,
         timeouts=timeouts,
+        link_backend=link_backend,
     )
-    isolation = ExitStack()
     try:
-        if isolate or is_isolated():
-            levels = _check_isolated(lone_cell, link_backend, timeout_s, timeouts)
-            state = _join_isolated(isolation, setup, federated=federated, ifname=ifname, timeout_s=levels.session_s)
-        else:
-            state = setup(federated=federated, link_backend=link_backend)
+        state = join() if request is None else request.join(join, federated)
         try:
-            if lone_cell is not None:
-                lone_cell.take(state)
+            if request is not None:
+                request.take(state)
                 state.activity.watch_steps()
             yield state
         except GeneratorExit:
@@ -178,47 +181,8 @@ def session(
             raise
         cleanup_distributed_process_group(state)
     finally:
-        if not is_process_ending():
-            isolation.close()
-
-
-def _check_isolated(
-    lone_cell: LoneCell | None, link_backend: str | None, timeout_s: float, timeouts: Timeouts | None
-) -> Timeouts:
-    """Return the timeouts of isolated cells; the ranks hear of a mistake where they meet."""
-    try:
-        if lone_cell is not None:
-            raise ConfigError("isolate is for a job of all cells, but this job is one cell; leave one of them out")
-        if link_backend not in (None, "auto", "gloo"):
-            raise ConfigError(f"isolated cells have gloo between them; leave link_backend {link_backend!r} out")
-        return Timeouts.within(_check_seconds(timeout_s)) if timeouts is None else timeouts
-    except XfflError as wrong:
-        from xffl.distributed.startup.mistakes import own_place, raise_at_meeting
-
-        raise_at_meeting(wrong, own_place())
-
-
-def _join_isolated(
-    isolation: ExitStack,
-    setup: Callable[..., DistributedState],
-    *,
-    federated: Federation | None,
-    ifname: str | None,
-    timeout_s: float,
-) -> DistributedState:
-    """Join the other ranks of an isolated cell; the environment tells of the cell until ``isolation`` is closed."""
-    from xffl.distributed.startup.isolation import enter_isolation, take_isolated_cell
-
-    isolated = isolation.enter_context(enter_isolation(federated, ifname=ifname, timeout_s=timeout_s))
-    state = setup()
-    try:
-        take_isolated_cell(state, isolated)
-        state.activity.watch_steps()
-    except BaseException as error:
-        note_end(error, state.topology)
-        cleanup_distributed_process_group(state, synchronize=False)
-        raise
-    return state
+        if request is not None and not is_process_ending():
+            request.leave()
 
 
 def setup_distributed_process_group(
@@ -267,8 +231,8 @@ def setup_distributed_process_group(
     release_gloo()  # what a process above this one has set for its own ranks
     try:
         use_interface(ifname)
-        levels = Timeouts.within(_check_seconds(timeout_s)) if timeouts is None else timeouts
-        join_s = levels.session_s if join_timeout_s is None else _check_seconds(join_timeout_s)
+        levels = Timeouts.within(check_timeout(timeout_s)) if timeouts is None else timeouts
+        join_s = levels.session_s if join_timeout_s is None else check_timeout(join_timeout_s)
     except XfflError as wrong:  # raised when the ranks have met, so that the others hear of it
         error, levels, join_s = wrong, Timeouts.within(DEFAULT_TIMEOUT_S), DEFAULT_TIMEOUT_S
     told: dict[str, Any] = {
@@ -385,8 +349,8 @@ def cleanup_distributed_process_group(
             wait_for_threads()
             try:
                 barrier()
-                if state.isolated is not None:
-                    barrier(state.job_group)
+                if (job := state.job_group) is not None:
+                    barrier(job)
             except RuntimeError as broken:
                 raise LaunchError(
                     f"rank {state.job_rank} could not wait for the others before it leaves ({broken}); one of them has "
@@ -394,7 +358,10 @@ def cleanup_distributed_process_group(
                 ) from broken
             is_together = True
             keep_store()
-            state.activity.end(_lesson_of(state))
+            if state.activity.end():
+                from xffl.distributed.lessons import tell_lesson
+
+                tell_lesson(state)
     finally:
         if not is_together:
             state.activity.drop()
@@ -407,30 +374,6 @@ def cleanup_distributed_process_group(
             dist.destroy_process_group()
         take_off_setups(state, destroys=destroys)
         release_gloo()
-
-
-def _lesson_of(state: DistributedState) -> str | None:
-    """Return the line for a session that has trained without a round; ``None`` where none was expected of this rank."""
-    made = "although optimizers have made steps"
-    own = "has trained a model of its own, unless the script averages the cells itself"
-    remedy = "put the training loop into a block of xffl.FederatedScaling, or call xffl.Aggregator(...).aggregate()"
-    if not state.is_first_of_job:
-        return None
-    if state.topology.cells > 1:
-        return f"xffl: the session of {state.topology.cells} cells ends without a round, {made}: each {own}; {remedy}"
-    if state.isolated is not None:
-        return f"xffl: the session of an isolated cell ends without a round, {made}: each cell {own}; {remedy}"
-    if state.elastic is not None:
-        return f"xffl: the session of an elastic cell ends without a round, {made}: this cell {own}; {remedy}"
-    if state.lone_cell is not None:
-        from xffl.cluster.over_files import read_over_files
-
-        if (export := read_over_files().export) is not None:
-            return (
-                f"xffl: the session of a cell ends without an export to {export}, {made}; put the training loop into a "
-                "block of xffl.FederatedScaling, or call xffl.aggregation.exports.export_cell"
-            )
-    return None
 
 
 @dataclass(frozen=True)
@@ -524,13 +467,15 @@ def _join(meeting: Store, place: ProcessEnvironment, request: _Request) -> None:
     """Make the process group of the world; collective over the ranks that have met."""
     backend = request.link_backend or request.backend
     try:
-        dist.init_process_group(
-            backend,
-            store=PrefixStore("world", world_store(meeting, place, request.timeouts)),
-            rank=place.rank,
-            world_size=place.world_size,
-            timeout=timedelta(seconds=request.timeouts.session_s),
-        )
+        with connected(place.world_size) as connect:
+            dist.init_process_group(
+                backend,
+                store=PrefixStore("world", world_store(meeting, place, request.timeouts)),
+                rank=place.rank,
+                world_size=place.world_size,
+                timeout=timedelta(seconds=request.timeouts.session_s),
+            )
+            connect(None)
     except RuntimeError as broken:
         raise LaunchError(
             f"rank {place.rank} of {place.world_size} could not join over {backend}: {broken}; name the "

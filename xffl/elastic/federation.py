@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import secrets
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -138,6 +139,8 @@ class ElasticFederation:
         self._parameters = parameters
         self._group: CrossWorldGroup | None = None
         self._group_name = ""
+        self._closing: threading.Thread | None = None
+        """Closes the group of the last epoch while this rank goes on"""
         self._members: tuple[str, ...] = ()
         """Lives of the members of the last epoch"""
         self._addresses: dict[int, str] = {}
@@ -145,7 +148,7 @@ class ElasticFederation:
         self._epoch: Epoch | None = None
         """The last epoch that was entered"""
         self._gone: set[int] = set()
-        """Absent cells that do not answer, or have been waited for"""
+        """Cells that have been absent since the last round, and do not answer, or have been waited for"""
         self._answers = Answers()
         """Questions to cells whether they are still there"""
         self._missed_since: dict[int, float] = {}
@@ -251,8 +254,10 @@ class ElasticFederation:
         begun = time.monotonic()
         self._arrivals.note_arrival(begun, is_again=self._failures > 0)
         self._missed_since.clear()
-        # After a broken round nobody has to be waited for who does not answer.
-        self._gone = {*self._silent_cells(self._addresses)} if self._failures else set()
+        # After a broken round nobody has to be waited for who does not answer. What is known of cells that were absent
+        # in an earlier try stays: their addresses are forgotten, because those of a try take their place.
+        if self._failures:
+            self._gone.update(self._silent_cells(self._addresses))
         within_s = QUIET_S
         while True:
             epoch = self._ask(begun, within_s, is_stopping, is_finished=is_finished, told=told)
@@ -597,13 +602,14 @@ class ElasticFederation:
         self._said = ""
         self._addresses = {member.cell: member.address for member in epoch.members}
         self._reaches = {member.cell: member.reach_s for member in epoch.members}
+        self._gone.difference_update(epoch.cells)
         if epoch.lives != self._members:
             self._members = epoch.lives
             self._failures = 0
         self._epoch = epoch
         if epoch.keeps_group and self._group is not None:
             return Place(topology, first, self._group, is_new=False)
-        self.drop()
+        self._drop_behind()
         lost = [self._lost_member(epoch) if self._lighthouse is not None else ""]
         dist.broadcast_object_list(lost, src=0)
         if lost[0]:
@@ -784,6 +790,7 @@ class ElasticFederation:
             self.record = epoch.attempt(weights)
             fate = self.holding.take(self.record)
             self._failures = 0
+            self._gone.clear()
         elif least is RoundEnd.IN_DOUBT:
             most = RoundEnd.IN_DOUBT
             self.holding.say_yes(epoch.attempt(weights))
@@ -832,9 +839,26 @@ class ElasticFederation:
         self._group = None
         self._group_name = ""
 
+    def _drop_behind(self) -> None:
+        """Close the group while this rank goes on; local. gloo takes up to 10 ms for each connection."""
+        self._await_closed()
+        if self._group is not None:
+            # Not a daemon: the process would abort if the interpreter ended while the thread is inside gloo.
+            self._closing = threading.Thread(target=self._group.close, name="xffl-closing", daemon=False)
+            self._closing.start()
+        self._group = None
+        self._group_name = ""
+
+    def _await_closed(self) -> None:
+        """Wait until the group of the epoch before is closed; local."""
+        if self._closing is not None:
+            self._closing.join()
+        self._closing = None
+
     def leave(self) -> None:
         """Leave the other cells; local."""
         self.drop()
+        self._await_closed()
         self._store = None  # who still looks for this cell sees at once that it has left
         if self._lighthouse is not None:
             self._lighthouse.leave()

@@ -21,7 +21,7 @@ from xffl.distributed.cell_notes import CellNotes
 from xffl.distributed.consistency import gather_objects, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import CheckpointError, ConfigError
-from xffl.files import open_regular, read_fields, remove_file, sync, write_whole, written_whole
+from xffl.files import make_folders, open_regular, read_fields, remove_file, sync, write_whole, written_whole
 from xffl.topology import cells_text
 
 __all__ = ["CellCheckpoints", "CheckpointFiles", "WholeCheckpoint"]
@@ -115,6 +115,10 @@ class CellCheckpoints:
             self._unmark({checkpoint.folder for checkpoint in whole if checkpoint.step <= last})
         return resumed
 
+    def is_whole(self, folder: Path) -> bool:
+        """Tell whether the checkpoint with this folder was written to its end; local."""
+        return (folder / MARKER).is_file()
+
     def load(self, checkpoint: WholeCheckpoint) -> Any:
         """Return the state of rounds that this rank saved; local."""
         path = checkpoint.folder / self._name_of_state()
@@ -125,6 +129,16 @@ class CellCheckpoints:
             raise CheckpointError(
                 f"file {path} cannot be read: {error}; remove {checkpoint.folder}, and the one before it is used"
             ) from error
+
+    def prepare(self, folder: Path) -> None:
+        """Make the folder of a checkpoint, which is not whole from here on; collective over the cell.
+
+        :param folder: The folder of the marker.
+        """
+        with run_on_all_ranks("folder of a checkpoint", kinds=(OSError,), convert=_unwritten):
+            if self._state.cell_rank == 0:
+                make_folders(folder)
+                remove_file(folder / MARKER)
 
     def save(self, folder: Path, step: int, meetings: int, rounds: Any) -> None:
         """Make a checkpoint whole, and remove old ones; collective over the cell, after the framework's save.
@@ -142,9 +156,18 @@ class CellCheckpoints:
         with run_on_all_ranks("marker of a checkpoint", kinds=(OSError,), convert=_unwritten):
             if self._state.cell_rank == 0:
                 self._mark(folder, step, meetings)
-                whole = self._find_whole()
-                self._tell(whole)
-                self._remove_old(whole)
+                self._tell(self._find_whole())
+                self.remove_surplus()
+
+    def remove_surplus(self) -> None:
+        """Remove what the user does not want to keep, and no slower cell may still need; on the cell's first rank."""
+        common = _find_common(self._notes.read("checkpoints"))
+        if common is None:
+            return
+        for checkpoint in self._files.find_surplus(self._find_whole()):
+            if checkpoint.meetings < common:
+                remove_file(checkpoint.folder / MARKER)
+                self._files.remove(checkpoint.folder)
 
     def _name_of_state(self) -> str:
         return f"xffl_rounds_{self._state.cell_rank}.pt"
@@ -153,7 +176,7 @@ class CellCheckpoints:
         """Return the cell's whole checkpoints, by step."""
         whole = []
         for folder in self._files.folders():
-            if not (folder / MARKER).is_file():
+            if not self.is_whole(folder):
                 continue
             fields = read_fields(folder / MARKER, limit=MARKER_LIMIT, hint=f"remove {folder}")
             saved = fields.integer("cells"), fields.integer("cell"), fields.integer("ranks")
@@ -182,16 +205,6 @@ class CellCheckpoints:
     def _tell(self, whole: Iterable[WholeCheckpoint]) -> None:
         """Tell the other cells after how many rounds this one has whole checkpoints."""
         self._notes.write("checkpoints", " ".join(str(checkpoint.meetings) for checkpoint in whole))
-
-    def _remove_old(self, whole: Sequence[WholeCheckpoint]) -> None:
-        """Remove what the user does not want to keep, and no slower cell may still need."""
-        common = _find_common(self._notes.read("checkpoints"))
-        if common is None:
-            return
-        for checkpoint in self._files.find_surplus(whole):
-            if checkpoint.meetings < common:
-                remove_file(checkpoint.folder / MARKER)
-                self._files.remove(checkpoint.folder)
 
 
 def _find_common(told: Collection[str | None]) -> int | None:

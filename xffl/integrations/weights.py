@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -19,7 +19,7 @@ IGNORED = -100
 class BatchCount(Protocol):
     """Counts what this rank trains on between two rounds; local."""
 
-    def add(self, batch: Mapping[str, Any]) -> None:
+    def add(self, batch: Any) -> None:
         """Count a batch that is about to be trained on."""
 
     def counted(self) -> float:
@@ -36,7 +36,7 @@ class TokenCount:
         self._before = 0.0
         self._tokens: torch.Tensor | None = None
 
-    def add(self, batch: Mapping[str, Any]) -> None:
+    def add(self, batch: Any) -> None:
         """Count the labels of a batch, without the first one of each sequence, which a causal model does not predict.
 
         ``shift_labels``, as collators without padding make them, are shifted already. A single label of each row is
@@ -54,8 +54,8 @@ class TokenCount:
             tokens = completions[..., 1:].sum()
         else:
             raise ConfigError(
-                f"weight='tokens' counts labels, but a batch has {_names_of(batch)}; write "
-                "federate(trainer, weight='samples'), or give a number as the weight"
+                f"weight='tokens' counts labels, but a batch has {_names_of(batch)}; give "
+                "weight='samples', or a number as the weight"
             )
         self._tokens = tokens if self._tokens is None else self._tokens + tokens
 
@@ -75,20 +75,16 @@ class SampleCount:
     def __init__(self) -> None:
         self._samples = 0.0
 
-    def add(self, batch: Mapping[str, Any]) -> None:
+    def add(self, batch: Any) -> None:
         """Count the rows of a batch: the length of its first tensor, or the sequences that one row is packed from."""
-        named = batch if isinstance(batch, Mapping) else {}
-        bounds = named.get("cu_seq_lens_q")
-        if bounds is not None:
-            self._samples += len(bounds) - 1
-            return
-        tensors = [value for value in named.values() if isinstance(value, torch.Tensor) and value.dim() > 0]
-        if not tensors:
+        bounds = batch.get("cu_seq_lens_q") if isinstance(batch, Mapping) else None
+        rows = len(bounds) - 1 if bounds is not None else next(_find_rows(batch), None)
+        if rows is None:
             raise ConfigError(
                 f"weight='samples' counts rows of tensors, but a batch has {_names_of(batch)}; give a number as the "
                 "weight"
             )
-        self._samples += len(tensors[0])
+        self._samples += rows
 
     def counted(self) -> float:
         """Return the samples since the last round."""
@@ -109,7 +105,7 @@ class FixedCount:
         self._weight = weight
         self._count = 0.0
 
-    def add(self, batch: Mapping[str, Any]) -> None:
+    def add(self, batch: Any) -> None:
         """Note that the cell trains."""
         self._count = self._weight
 
@@ -120,6 +116,19 @@ class FixedCount:
     def restart(self, count: float) -> None:
         """Go on from the number, or from 0."""
         self._count = count
+
+
+def _find_rows(batch: Any) -> Iterator[int]:
+    """Return the lengths of a batch's tensors."""
+    if isinstance(batch, torch.Tensor):
+        if batch.dim() > 0:
+            yield len(batch)
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from _find_rows(value)
+    elif isinstance(batch, (list, tuple)):
+        for value in batch:
+            yield from _find_rows(value)
 
 
 def find_count(weight: str | float, cell_rank: int) -> BatchCount:

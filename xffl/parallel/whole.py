@@ -124,6 +124,7 @@ class WholeParameters:
 
     def _set_reducing(self, requires_gradient_sync: bool, **unused: Any) -> None:
         self._is_reducing = requires_gradient_sync
+        self._is_reducing_all = requires_gradient_sync
 
     def _set_reducing_all(self, requires_all_reduce: bool, **unused: Any) -> None:
         self._is_reducing_all = requires_all_reduce

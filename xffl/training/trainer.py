@@ -120,6 +120,10 @@ class BaseTrainer(PreemptionMixin, LoggerMixin):
         self.stop_reason: str | None = None
         """Why training stops before its last epoch, where it does"""
         self._reports: list[RoundReport] = []
+        self._reports_before: list[RoundReport] = []
+        """Rounds of a cell that resumes, of which the callbacks hear when training has begun"""
+        self._has_begun = False
+        """Whether the callbacks have heard that training begins"""
         self._is_in_batch = self._has_backward = self._has_stepped = False
         self._samples_before = 0
         """Samples of this cell that its loader has not counted"""
@@ -276,6 +280,7 @@ class BaseTrainer(PreemptionMixin, LoggerMixin):
         self.callbacks.pre_setup(self)
         self.setup()
         self.callbacks.post_setup(self)
+        self._has_begun = False
         with self.training_rounds():
             has_loaded = experiment.resume and auto_resume(self.config, self)
             if self.take_place() or has_loaded:
@@ -287,6 +292,9 @@ class BaseTrainer(PreemptionMixin, LoggerMixin):
             others["configuration"] = StatePart(lambda: {"text": text}, partial(_check_same, text), True)
             self.strategy.register(self.named_models(), self.named_optimizers(), others=others)
             self.callbacks.pre_train(self)
+            self._has_begun = True
+            while self._reports_before:
+                self.callbacks.post_round(self, self._reports_before.pop(0))
             self.watch_signals()
             self._run_epochs()
             self.leave_if_due_at_end()
@@ -478,9 +486,12 @@ class BaseTrainer(PreemptionMixin, LoggerMixin):
             self._tell_of(self._take_rounds())
 
     def _tell_of(self, recorded: Sequence[RoundReport]) -> None:
-        """Tell the callbacks of rounds."""
-        for report in recorded:
-            self.callbacks.post_round(self, report)
+        """Tell the callbacks of rounds, where they have heard already that training begins."""
+        if self._has_begun:
+            for report in recorded:
+                self.callbacks.post_round(self, report)
+        else:
+            self._reports_before.extend(recorded)
         if recorded:
             self.keep_place()
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Optimizer
 
-__all__ = ["StepObserver", "needs_following"]
+__all__ = ["StepObserver", "may_be_wrapped", "needs_following"]
 
 
 class StepObserver:
@@ -29,3 +31,8 @@ class StepObserver:
 def needs_following(optimizers: Sequence[Optimizer]) -> bool:
     """Tell whether local steps may count for other numbers than 1: momentum counts, and so do steps of several."""
     return len(optimizers) > 1 or any(isinstance(optimizer, SGD) for optimizer in optimizers)
+
+
+def may_be_wrapped(model: nn.Module) -> bool:
+    """Tell whether DistributedDataParallel can reduce a model's gradients: it refuses DTensors, so not under FSDP2."""
+    return any(one.requires_grad and not isinstance(one, DTensor) for one in model.parameters())

@@ -14,8 +14,8 @@ from dataclasses import replace
 from types import TracebackType
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+from xffl.cluster.environment import is_isolated
 from xffl.cluster.launch.failure import (
     describe_failure,
     is_noted_alike,
@@ -25,10 +25,7 @@ from xffl.cluster.launch.failure import (
     line_of,
     note_failure,
 )
-from xffl.cluster.reaching import connection_error
 from xffl.distributed.failures.first_failure import JoinedWorld, tell_failure
-from xffl.distributed.isolated_cell import read_isolated_cell
-from xffl.distributed.job_ranks import connect_job_store
 from xffl.errors import XfflError
 from xffl.topology import Topology
 
@@ -68,7 +65,11 @@ def note_end(error: BaseException, topology: Topology | None = None) -> None:
     note_failure(error)
     if is_noted_alike(error):
         return
-    world = _job() or _world() or _last_world()
+    world = _world() or _last_world()
+    if dist.is_initialized() and is_isolated():
+        from xffl.distributed.failures.isolated_job import find_job
+
+        world = find_job(_ASK_S) or world
     if world is None:
         return
     if world.topology is None:
@@ -77,23 +78,6 @@ def note_end(error: BaseException, topology: Topology | None = None) -> None:
     asking = threading.Thread(target=tell_failure, args=[error, world], daemon=True)
     asking.start()
     asking.join(_ASK_S)
-
-
-def _job() -> JoinedWorld | None:
-    """Return the ranks of all cells, while this process is in the world of an isolated one; ``None`` elsewhere."""
-    isolated = read_isolated_cell() if dist.is_initialized() else None
-    if isolated is None:
-        return None
-    host, _, port = isolated.store.rpartition(":")
-    # torch writes lines of its own about a store that has gone.
-    if connection_error(host, port, _ASK_S) is not None:
-        return None
-    try:
-        store = connect_job_store(isolated, _ASK_S)
-    except RuntimeError:  # it has gone with rank 0
-        return None
-    topology = Topology(sum(isolated.sizes), isolated.sizes)
-    return JoinedWorld(PrefixStore("failures", store), isolated.rank, topology.world_size, topology, has_worlds=True)
 
 
 def _world() -> JoinedWorld | None:

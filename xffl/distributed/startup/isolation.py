@@ -9,7 +9,7 @@ cells still share is one store, at which the ranks of a round find each other
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -29,11 +29,12 @@ from xffl.cluster.environment import (
 from xffl.cluster.hosts import reachable_address
 from xffl.cluster.launch.affinity import visible_gpus
 from xffl.cluster.launch.launch import held_port
-from xffl.cluster.network import LOOPBACK, control_address, use_interface
+from xffl.cluster.network import LOOPBACK, check_timeout, control_address, use_interface
 from xffl.cluster.recognition.launchers import torchrun_variables
 from xffl.cluster.sizes import Federation, read_federation
+from xffl.distributed.cell_world import CellWorld
 from xffl.distributed.consistency import run_on_all_ranks
-from xffl.distributed.distributed_state import DEFAULT_TIMEOUT_S, DistributedState, set_isolated_cell
+from xffl.distributed.distributed_state import DEFAULT_TIMEOUT_S, DistributedState, set_cell_world
 from xffl.distributed.failures.uncaught import tell_once
 from xffl.distributed.isolated_cell import IsolatedCell, read_isolated_cell
 from xffl.distributed.job_ranks import join_job
@@ -48,7 +49,7 @@ from xffl.distributed.startup.stores import serve_store
 from xffl.errors import ConfigError, XfflError
 from xffl.topology import Topology
 
-__all__ = ["enter_isolation", "find_isolated", "isolate", "take_isolated_cell"]
+__all__ = ["IsolationRequest", "enter_isolation", "find_isolated", "isolate", "take_isolated_cell"]
 
 _OF_THE_JOB = (
     *("XFFL_FEDERATED", "XFFL_LAUNCHED_CELLS", "XFFL_REQUIRE_CELLS"),
@@ -56,6 +57,44 @@ _OF_THE_JOB = (
     "TORCHELASTIC_USE_AGENT_STORE",
 )
 """Variables that would tell frameworks of the whole job, as Lightning reads SLURM's."""
+
+
+class IsolationRequest:
+    """A session in an isolated cell: the environment tells of the cell from :meth:`join` to :meth:`leave`.
+
+    :param ifname: As for :func:`isolate`.
+    :param timeout_s: How long ranks are waited for.
+    :raises ConfigError: if that is no number of seconds.
+    """
+
+    def __init__(self, *, ifname: str | None, timeout_s: float) -> None:
+        self._ifname = ifname
+        self._timeout_s = check_timeout(timeout_s)
+        self._isolation = ExitStack()
+        self._isolated: IsolatedCell | None = None
+
+    def join(self, join: Callable[..., DistributedState], federated: Federation | None) -> DistributedState:
+        """Join the ranks of the cell; collective over the job.
+
+        :param join: Joins the world that the environment tells of.
+        :param federated: The cells, as for :func:`enter_isolation`.
+        :return: The state of the cell's world.
+        """
+        entered = enter_isolation(federated, ifname=self._ifname, timeout_s=self._timeout_s)
+        self._isolated = self._isolation.enter_context(entered)
+        return join(federated=None, link_backend=None)
+
+    def take(self, state: DistributedState) -> None:
+        """Join the ranks of all cells; collective over the job.
+
+        :param state: The state of the cell's world.
+        """
+        assert self._isolated is not None, "the cell's ranks are joined first"
+        take_isolated_cell(state, self._isolated)
+
+    def leave(self) -> None:
+        """Let the environment tell of the job again; local."""
+        self._isolation.close()
 
 
 @contextmanager
@@ -256,7 +295,7 @@ def _gpus_of(place: ProcessEnvironment, isolated: IsolatedCell, nodes: Sequence[
     gpus = visible_gpus()
     if size == local_size or len(gpus) < local_size:
         return {}
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise ConfigError(
             f"{local_size} ranks of several cells share this node, and CUDA is initialized already, so that "
             "CUDA_VISIBLE_DEVICES cannot leave each cell its own GPUs; open the session before the first call of CUDA, "
@@ -294,4 +333,4 @@ def take_isolated_cell(state: DistributedState, isolated: IsolatedCell) -> None:
     except BaseException:
         group.close()
         raise
-    set_isolated_cell(state, isolated, group)
+    set_cell_world(state, CellWorld(isolated.cell, isolated.sizes, isolated=isolated, group=group))

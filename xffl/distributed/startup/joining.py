@@ -12,7 +12,7 @@ from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # type: 
 
 from xffl.cluster.network import LOOPBACK
 from xffl.cluster.reaching import await_listener
-from xffl.compat.sockets import cut_connection, open_sockets
+from xffl.compat.sockets import cut_connection, open_sockets, sockets_opened_since
 from xffl.distributed.startup.stores import arrive
 from xffl.errors import LaunchError
 
@@ -67,7 +67,7 @@ def join_store(
             answer = answers.get(timeout=answer_s)
         except Empty:
             answer = RuntimeError("it takes connections, and says nothing")
-            for descriptor in open_sockets() - others:
+            for descriptor in sockets_opened_since(others):
                 cut_connection(descriptor, port)  # so that the thread ends
             # A thread that is still in torch's code when the interpreter ends aborts the process.
             connecting.join(_CUT_S)

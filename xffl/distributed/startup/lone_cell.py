@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from xffl.cluster.lighthouse.address import meeting_timeout_of, parse_lighthouse, restarts_of
 from xffl.cluster.over_files import read_over_files
 from xffl.cluster.run_token import token_of, warn_without_token
+from xffl.cluster.sizes import Federation
 from xffl.cluster.sizes_text import parse_cell
+from xffl.distributed.cell_world import CellWorld
 from xffl.distributed.consistency import run_on_all_ranks
-from xffl.distributed.distributed_state import DistributedState, set_lone_cell
+from xffl.distributed.distributed_state import DistributedState, set_cell_world
 from xffl.distributed.failures.faults import arm as arm_fault
 from xffl.distributed.parameters import ElasticParameters
 from xffl.distributed.startup.mistakes import own_place, raise_at_meeting
@@ -36,6 +38,18 @@ class LoneCell:
     elastic: ElasticParameters | None
     """How it makes rounds with cells that may be lost; ``None`` for rounds over files"""
 
+    def join(self, join: Callable[..., DistributedState], federated: Federation | None) -> DistributedState:
+        """Join the job's world, which is the cell; collective over its ranks.
+
+        :param join: Joins it.
+        :param federated: The cells that were asked for; :meth:`take` refuses them.
+        :return: The state of the world.
+        """
+        return join()
+
+    def leave(self) -> None:
+        """Leave things as they are: joining has changed nothing; local."""
+
     def take(self, state: DistributedState) -> None:
         """Let a job be this cell; collective over its ranks.
 
@@ -57,7 +71,7 @@ class LoneCell:
                 warn_without_token(token)
             arm_fault(self.cell, state.rank or 0, self.elastic.restarts)
             journal = self._read_journal(state, self.elastic.journal, token)
-        set_lone_cell(state, self.cell, sizes, elastic=self.elastic, journal=journal)
+        set_cell_world(state, CellWorld(self.cell, sizes, elastic=self.elastic, journal=journal))
 
     def _read_journal(self, state: DistributedState, place: str | None, token: bytes) -> CellJournal | None:
         """Read the run's journal on rank 0; the others hear how that went."""

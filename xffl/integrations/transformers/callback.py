@@ -46,6 +46,9 @@ class TrainerRounds(TrainerCallback):  # type: ignore[misc]
         """Describes this rank's cell."""
         self.reports: list[RoundReport] = []
         """The reports of this process's rounds."""
+        self.total_weight = 0.0
+        """Sum of the weights that all cells had in all rounds before the newest step; the same in all cells that made
+        the newest round."""
         self.resumed: WholeCheckpoint | None = None
         """The checkpoint that training goes on from."""
         self._trainer = trainer
@@ -125,6 +128,8 @@ class TrainerRounds(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, args: Any, trainer_state: Any, control: Any, **kwargs: Any) -> None:
         """Write rounds into Trainer's log."""
+        if self._scaling is not None:
+            self.total_weight = self._scaling.total_weight
         self._log_rounds(control)
 
     def prepare_save(self, trainer_state: Any, control: Any) -> None:

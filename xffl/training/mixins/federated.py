@@ -27,7 +27,8 @@ from xffl.aggregation.rounds.hooks import LoopHooks
 from xffl.checks import index_of, integer_fields, number, one_of
 from xffl.cluster.recognition.find import find_launcher
 from xffl.cluster.sizes_text import parse_cell
-from xffl.distributed.distributed_state import set_data_place, set_meeting_timeout
+from xffl.distributed.cell_world import set_meeting_timeout
+from xffl.distributed.distributed_state import set_data_place
 from xffl.distributed.sharding import sharded_parameters
 from xffl.errors import ConfigError, StateError, XfflError
 from xffl.files import make_folders, write_whole

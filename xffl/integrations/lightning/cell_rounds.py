@@ -1,0 +1,152 @@
+"""The rounds of one ``fit`` in one cell, and their state beside Lightning's checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from xffl.aggregation.federated_scaling import FederatedScaling
+from xffl.aggregation.report import RoundReport
+from xffl.checkpoint.generators import RandomState
+from xffl.distributed.cell_notes import CellNotes
+from xffl.distributed.distributed_state import DistributedState
+from xffl.integrations.checkpoints import CellCheckpoints, WholeCheckpoint
+from xffl.integrations.first_model import take_model_of_first_cell, weights_put_aside
+from xffl.integrations.frozen import check_frozen
+from xffl.integrations.lightning.closures import call_closure_first
+from xffl.integrations.lightning.lightning_files import LightningFiles
+from xffl.integrations.weights import BatchCount
+
+__all__ = ["CellRounds"]
+
+
+class CellRounds:
+    """Makes the rounds of one ``fit``.
+
+    :param trainer: The Trainer.
+    :param state: The state of this rank.
+    :param notes: What the cells of this job tell each other.
+    :param files: Where Lightning keeps the cell's checkpoints.
+    :param checkpoints: Which of them are whole.
+    :param count: Counts what this rank trains on.
+    :param options: Keywords of :class:`xffl.FederatedScaling`.
+    :param resumed: The checkpoint that Lightning goes on from, if any.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        state: DistributedState,
+        *,
+        notes: CellNotes,
+        files: LightningFiles,
+        checkpoints: CellCheckpoints,
+        count: BatchCount,
+        options: Mapping[str, Any],
+        resumed: WholeCheckpoint | None,
+    ) -> None:
+        self.reports: list[RoundReport] = []
+        """The reports of this process's rounds."""
+        self._trainer = trainer
+        self._state = state
+        self._notes = notes
+        self._files = files
+        self._checkpoints = checkpoints
+        self._count = count
+        self._options = options
+        self._resumed = resumed
+        self._random = RandomState(trainer.strategy.root_device)
+        self._remove = trainer.strategy.remove_checkpoint
+        self._scaling: FederatedScaling | None = None
+
+    def begin(self) -> None:
+        """Begin with one model in all cells, or go on from a checkpoint that was loaded; collective over the job."""
+        model = self._trainer.strategy.model
+        check_frozen(model, self._state, self._notes, seeding="call lightning.seed_everything")
+        if self._resumed is None and self._state.isolated is not None:
+            take_model_of_first_cell(model, self._state)
+        for optimizer in self._trainer.optimizers:
+            call_closure_first(optimizer)
+        scaling = FederatedScaling(
+            model,
+            self._trainer.optimizers,
+            self._state,
+            weight=self._take_count,
+            on_round=self.reports.append,
+            **self._options,
+        )
+        if self._resumed is None:
+            scaling.__enter__()
+            self._scaling = scaling
+        else:
+            with weights_put_aside(model):
+                scaling.__enter__()
+                self._scaling = scaling
+            saved = self._checkpoints.load(self._resumed)
+            scaling.load_state_dict(saved["rounds"])
+            self._count.restart(float(saved["count"]))
+            self._random.load_state_dict(saved["random"])
+        scaling.join()  # Lightning calls training_step, and not the module, where the first batch would join
+
+    def count(self, batch: Any) -> None:
+        """Count a batch that is about to be trained on; local."""
+        self._count.add(batch)
+
+    def finish(self) -> None:
+        """Make the last rounds until all cells have finished, and hold the same model; collective over the job."""
+        scaling = self._scaling
+        self._scaling = None
+        if scaling is not None:
+            scaling.__exit__(None, None, None)
+
+    def leave(self, error: BaseException) -> None:
+        """Leave the other cells after an error; local."""
+        scaling = self._scaling
+        self._scaling = None
+        if scaling is not None:
+            scaling.__exit__(type(error), error, error.__traceback__)
+
+    def save(self, path: Path, write: Callable[[], None]) -> None:
+        """Write a checkpoint of Lightning's, and add the state of rounds; collective over the cell.
+
+        A round that is under way is merged before.
+
+        :param path: Lightning's file, or folder.
+        :param write: Writes it.
+        """
+        if self._scaling is None or not self._files.has(path):
+            write()
+            return
+        self._scaling.settle()
+        folder = self._files.folder_of(path)
+        self._checkpoints.prepare(folder)
+        if self._state.cell_rank == 0:
+            self._files.note_wanted(folder)
+        write()
+        before = 0 if self._resumed is None else self._resumed.meetings
+        saved = {
+            "rounds": self._scaling.state_dict(),
+            "count": self._count.counted(),
+            "random": self._random.state_dict(),
+        }
+        self._checkpoints.save(folder, self._trainer.global_step, before + self._scaling.meetings, saved)
+
+    def remove(self, path: Path) -> None:
+        """Remove a checkpoint of Lightning's, unless a slower cell may still need it; on all ranks of the cell."""
+        if not self._files.has(path):
+            self._remove(path)
+            return
+        if self._state.cell_rank != 0:
+            return
+        folder = self._files.folder_of(path)
+        if self._checkpoints.is_whole(folder):
+            self._files.note_unwanted(folder)
+            self._checkpoints.remove_surplus()
+        else:
+            self._files.remove(folder)
+
+    def _take_count(self) -> float:
+        count = self._count.counted()
+        self._count.restart(0.0)
+        return count

@@ -1,0 +1,74 @@
+"""What a Trainer of Lightning may be asked to do that does not go together with rounds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import callbacks
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
+
+from xffl.distributed.cell_notes import CellNotes
+from xffl.errors import ConfigError
+
+__all__ = ["check_loggers", "check_trainer"]
+
+_STRATEGIES = (DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy)
+_REASONS = {
+    callbacks.StochasticWeightAveraging: "it replaces a cell's model by an average of its own at the end",
+    callbacks.WeightAveraging: "it replaces a cell's model by an average of its own after the last round",
+    callbacks.BatchSizeFinder: "it trains one cell for a trial while the others wait for it; give batch_size",
+    callbacks.LearningRateFinder: "it trains one cell for a trial, and each cell would find another rate; give lr",
+    callbacks.OnExceptionCheckpoint: "rounds stop where one cell fails, and nothing continues from what it saves",
+}
+
+
+def check_trainer(trainer: Any) -> None:
+    """Refuse a Trainer under which cells would not train one model; local.
+
+    :param trainer: The Trainer, in ``setup``.
+    :raises ConfigError: if there is such an argument or callback; the text has its name and the reason.
+    """
+    for callback in trainer.callbacks:
+        for kind, reason in _REASONS.items():
+            if isinstance(callback, kind):
+                raise ConfigError(f"FederatedRounds does not go together with {kind.__name__}: {reason}")
+    strategy = trainer.strategy
+    if not isinstance(strategy, _STRATEGIES):
+        raise ConfigError(
+            f"FederatedRounds does not know {type(strategy).__name__}; give Trainer(strategy='ddp'), or "
+            "ModelParallelStrategy for FSDP2"
+        )
+    if isinstance(strategy, DDPStrategy) and isinstance(strategy.checkpoint_io, AsyncCheckpointIO):
+        raise ConfigError(
+            "FederatedRounds does not know AsyncCheckpointIO: the state of rounds is added to a checkpoint that is on "
+            "the disk; leave the plugin out"
+        )
+    for callback in trainer.checkpoint_callbacks:
+        if "://" in str(getattr(callback, "dirpath", "")):
+            raise ConfigError(
+                f"FederatedRounds cannot add the state of rounds to checkpoints at {callback.dirpath}; give "
+                "ModelCheckpoint(dirpath=...) a folder that the ranks of the cell share"
+            )
+
+
+def check_loggers(trainer: Any, notes: CellNotes) -> None:
+    """Refuse cells of one job whose loggers write into one folder, where they would write over each other.
+
+    Collective over the job.
+
+    :param trainer: The Trainer, in ``setup``.
+    :param notes: What the cells tell each other.
+    :raises ConfigError: if there is such a folder; the text has the line to write.
+    """
+    loggers = [logger for logger in trainer.loggers if isinstance(logger, CSVLogger | TensorBoardLogger)]
+    folders = sorted({str(logger.log_dir) for logger in loggers})
+    notes.write("loggers", "\n".join(folders))
+    written = [folder for text in notes.gather("loggers") for folder in text.splitlines()]
+    shared = sorted(folder for folder in set(written) if written.count(folder) > 1)
+    if shared:
+        raise ConfigError(
+            f"the loggers of several cells write into {shared[0]}; give Trainer(default_root_dir=cell_folder('runs')), "
+            "or the logger save_dir=cell_folder('runs'), with xffl.integrations.lightning.cell_folder"
+        )
