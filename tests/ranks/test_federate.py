@@ -442,8 +442,8 @@ def be_resumed(rank: int, world_size: int, port: int, folder: str) -> dict[str, 
                 raise BreakDown
 
     def make(path: str, options: dict[str, Any]) -> tuple[Any, Any]:
-        part = {"gradient_accumulation_steps": 1, "save_strategy": "steps", "save_steps": 7, "optim": "sgd"}
-        trainer = make_trainer(path, make_model(isolated.cell), **part)
+        part: dict[str, Any] = {"gradient_accumulation_steps": 1, "save_steps": 7, "optim": "sgd"}
+        trainer = make_trainer(path, make_model(isolated.cell), save_strategy="steps", **part)
         return trainer, federate(trainer, every=3, **options)
 
     be_launched(rank, world_size, port)
@@ -548,8 +548,8 @@ def be_elastic(cell: int, port: int, url: str, folder: str, *, is_back: bool) ->
 
     be_launched(0, 1, port)
     os.environ |= {"XFFL_LIGHTHOUSE": url, "XFFL_CELL": f"{cell}/2", "XFFL_RESTARTS": str(int(is_back))}
-    options = {"gradient_accumulation_steps": 1, "max_steps": 10**4, "save_strategy": "steps", "save_steps": EVERY}
-    trainer = make_trainer(folder, make_model(cell), **options)
+    options: dict[str, Any] = {"gradient_accumulation_steps": 1, "max_steps": 10**4, "save_steps": EVERY}
+    trainer = make_trainer(folder, make_model(cell), save_strategy="steps", **options)
     rounds = federate(trainer, every=EVERY)
     trainer.add_callback(Course())
     if is_back:
