@@ -363,6 +363,7 @@ READ_WITHOUT_LIMIT = {
         "master_weights: self._masters.read()",
         "master_weights: masters.read()",
         "deepspeed: masters.read()",
+        "first_model: masters.read()",
         "exports: self.read()",
         "zero_view: self.read()",
         "workflow: asked.plan.read()",
