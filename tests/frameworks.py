@@ -38,11 +38,11 @@ TRL = ("tests/ranks/test_federate_trl.py",)
 LIGHTNING = ("tests/ranks/test_lightning.py",)
 ROWS = {
     "transformers-oldest": Row(
-        {"transformers": "5.0.*", "accelerate": "1.12.*", "peft": "0.17.*"}, "hf,lora", TRANSFORMERS
+        {"transformers": "5.0.*", "accelerate": "1.12.*", "peft": "0.18.*"}, "hf,lora", TRANSFORMERS
     ),
     "transformers-newest": Row(dict.fromkeys(("transformers", "accelerate", "peft"), NEWEST), "hf,lora", TRANSFORMERS),
     "trl-oldest": Row(
-        {"trl": "1.0.*", "transformers": "5.0.*", "accelerate": "1.12.*", "peft": "0.17.*", "datasets": "4.7.*"},
+        {"trl": "0.29.*", "transformers": "5.0.*", "accelerate": "1.12.*", "peft": "0.18.*", "datasets": "4.7.*"},
         "trl,lora",
         TRL,
     ),

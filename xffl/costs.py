@@ -45,7 +45,7 @@ IN_FLIGHT_BYTES = 2**25
 STATUS_BYTES = 192
 """What each rank tells all others in a vote, see :class:`xffl.aggregation.engine.votes.RoundStatus`."""
 
-EXCHANGE_FORMAT = 4
+EXCHANGE_FORMAT = 5
 """Number of the format of all that cells of a network give each other: votes, values, records of elastic cells.
 
 Raise it with each change after which one side would read otherwise what the other has written

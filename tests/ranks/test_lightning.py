@@ -63,7 +63,7 @@ def make_module(seed: int, *, is_sharded: bool = False, is_manual: bool = False,
 
     from xffl.training.data.loaders import CellLoader
 
-    class Module(L.LightningModule):
+    class Module(L.LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.layers = make_layers(seed, dropout)
@@ -151,7 +151,7 @@ def train_by_hand() -> dict[str, Any]:
     with xffl.session(federated=SIZES) as state:
         data = make_data()
         part = iid(SAMPLES, 2).parts[state.cell].tolist()
-        sampler = DistributedSampler(part, num_replicas=SIZES[0], rank=state.cell_rank)
+        sampler: DistributedSampler[int] = DistributedSampler(part, num_replicas=SIZES[0], rank=state.cell_rank)
         drawn = [part[index] for index in sampler]
         layers = make_layers()
         model = xffl.shard(layers, state, wrap=(nn.Linear, nn.Embedding))

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -402,6 +403,43 @@ def sealed(rank: int, world_size: int, answer: Seal, has_values: bool, store: in
 @pytest.mark.parametrize("answer", Seal, ids=["publisher lost", "stands", "other stands", "unknown"])
 def test_a_sealed_round_counts_if_its_record_stands(answer: Seal, has_values: bool) -> None:
     run_world(2, sealed, answer, has_values, free_port())
+
+
+def compared_between_worlds(rank: int, world_size: int, differing: str, messages: int, store: int) -> None:
+    """Make an aggregator of two cells that are worlds of their own, and count what they compare in."""
+    state = make_state(rank, (1, 1), None)
+    server = dist.TCPStore("127.0.0.1", store, is_master=rank == 0, wait_for_workers=False)
+    dist.barrier()
+    group = CrossWorldGroup(
+        address=f"127.0.0.1:{store}", name="compared", rank=rank, size=2, first=0, connect_s=10.0, timeout_s=10.0
+    )
+    groups: Groups = {"federation": (state.create_process_group((rank,), "cell"),), "replica": None}
+    coordinate = partial(ElasticCoordinator, seal=lambda _: Seal.STANDS)
+    scope = RoundScope(state, state.topology, groups=groups, cross_world=group, coordinate=coordinate)
+    if differing == "number" and rank == 1:
+        state.activity.number_aggregator(lambda number: number + 5)
+    model = nn.Linear(2 + (differing == "model" and rank == 1), 2, bias=False)
+    reduce = group.all_reduce
+    with mock.patch.object(group, "all_reduce", side_effect=reduce) as counted:
+        if differing == "model":
+            with pytest.raises(xffl.ConfigError, match="'weight' differs"):
+                xffl.Aggregator(model, scope)
+        else:
+            aggregator = xffl.Aggregator(model, scope)
+    assert counted.call_count == messages
+    if differing != "model":
+        assert aggregator.participate(RoundInput()) is not None
+    dist.barrier()
+    del server
+
+
+@pytest.mark.parametrize(
+    "differing, messages",
+    # An error is told after the comparison of the models alone, in an all-gather of the lengths and of the texts.
+    [("", 1), ("number", 2), ("model", 4)],
+)
+def test_cells_that_are_worlds_compare_in_one_message_what_is_alike(differing: str, messages: int) -> None:
+    run_world(2, compared_between_worlds, differing, messages, free_port())
 
 
 @pytest.mark.parametrize(

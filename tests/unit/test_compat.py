@@ -34,15 +34,14 @@ from xffl.aggregation.steps.step_observers import may_be_wrapped
 from xffl.compat.ddp import delayed_parameters, find_in_reducer, parameters_at_start, running_wrapper
 from xffl.compat.deepspeed import variables_for_import, without_shared_memory
 from xffl.compat.fsdp import GradientSync, gradient_sync
-from xffl.compat.group_names import fresh_group_name
+from xffl.compat.group_names import fresh_group_name, fresh_names
 from xffl.compat.libc import return_large_blocks
 from xffl.compat.lightning import choose_checkpoint
-from xffl.compat.mesh_names import fresh_names
+from xffl.compat.optimizer_steps import enclosing_steps
 from xffl.compat.python import end_thread
 from xffl.compat.pytorch import (
     DispatchMode,
     call_at_end_of_backward,
-    enclosing_steps,
     is_in_backward,
     is_out_of_memory,
     is_profiling,
@@ -301,6 +300,11 @@ def test_a_number_that_is_no_socket_any_more_leaves_no_descriptor_behind() -> No
     assert len(os.listdir("/proc/self/fd")) == held
     os.close(reading)
     os.close(writing)
+
+
+def test_gloo_has_no_option_of_a_group_that_connects_lazily() -> None:
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    assert not [name for name in dir(options) if "lazy" in name.lower()], "use it in place of connect_lazily"
 
 
 def test_gloo_has_no_option_by_which_a_silent_connection_ends() -> None:

@@ -15,6 +15,7 @@ from xffl.integrations.checkpoints import CellCheckpoints
 from xffl.integrations.dealing import deal_out
 from xffl.integrations.transformers.refusals import check_arguments, check_loader
 from xffl.integrations.transformers.trainer_files import TrainerFiles
+from xffl.integrations.transformers.zero import check_engine
 from xffl.integrations.weights import find_count
 
 PLAIN = {
@@ -38,9 +39,9 @@ PLAIN = {
     ],
 )
 def test_arguments_under_which_cells_would_part_are_refused_by_name(given: dict[str, Any], told: str) -> None:
-    check_arguments(SimpleNamespace(args=SimpleNamespace(**PLAIN), is_deepspeed_enabled=False))
+    check_arguments(SimpleNamespace(args=SimpleNamespace(**PLAIN)))
     with pytest.raises(ConfigError, match=told):
-        check_arguments(SimpleNamespace(args=SimpleNamespace(**{**PLAIN, **given}), is_deepspeed_enabled=False))
+        check_arguments(SimpleNamespace(args=SimpleNamespace(**{**PLAIN, **given})))
 
 
 class Inherited:
@@ -65,6 +66,24 @@ def test_a_loader_of_other_data_cannot_be_split() -> None:
     check_loader(Extended())
     with pytest.raises(ConfigError, match="get_train_dataloader of Replaced does not read.*give data='own'"):
         check_loader(Replaced())
+
+
+@pytest.mark.parametrize(
+    ("zero", "told"),
+    [
+        ({"stage": 0}, "stages 1 to 3, but the stage is 0; write 'zero_optimization'"),
+        ({"stage": 2, "round_robin_gradients": True}, "round_robin_gradients"),
+    ],
+)
+def test_engines_whose_masters_are_elsewhere_are_refused(zero: dict[str, Any], told: str) -> None:
+    def trainer_with(zero: dict[str, Any]) -> Any:
+        plugin = SimpleNamespace(zero_stage=zero["stage"], deepspeed_config={"zero_optimization": zero})
+        accelerator = SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin))
+        return SimpleNamespace(is_deepspeed_enabled=True, accelerator=accelerator)
+
+    check_engine(trainer_with({"stage": 1}))
+    with pytest.raises(ConfigError, match=told):
+        check_engine(trainer_with(zero))
 
 
 def test_weights_count_what_a_round_has_not_taken() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NoReturn
@@ -38,9 +38,14 @@ from xffl.aggregation.engine.exchange import Exchange, RoundRun
 from xffl.aggregation.engine.global_model import GlobalModel
 from xffl.aggregation.engine.global_state import load_memory, save_memory, share_global_model
 from xffl.aggregation.engine.groups import RoundScope
-from xffl.aggregation.engine.planning.replica_tensors import ReplicaTensors
-from xffl.aggregation.engine.planning.tensors import Axis, Manifest, Pattern
-from xffl.aggregation.engine.setup import compare_models, compare_processors, make_exchange
+from xffl.aggregation.engine.planning.tensors import Manifest, Pattern
+from xffl.aggregation.engine.setup import (
+    ComparedModels,
+    agree_on_number,
+    compare_models,
+    compare_processors,
+    make_exchange,
+)
 from xffl.aggregation.engine.stages.agreed import AgreedModel
 from xffl.aggregation.engine.stages.codecs import Codecs
 from xffl.aggregation.engine.stages.first_round import FirstRound
@@ -189,14 +194,14 @@ class Aggregator:
             from xffl.aggregation.engine.isolated_scope import open_scope
 
             ranks = open_scope(state, state.isolated, overlaps=bool(overlap))
-        scope, options, self._manifest, axes, replica_tensors = compare_models(
-            model, ranks, read, is_reduced_by_caller=gradients_reduced_by_caller
-        )
+        compared = compare_models(model, ranks, read, is_reduced_by_caller=gradients_reduced_by_caller)
+        scope = compared.scope
         self._device = scope.device
-        self._options = options
-        self._moving = self._manifest.moving if replica_tensors is None else replica_tensors.moving
+        self._options = compared.options
+        self._manifest = compared.manifest
+        self._moving = compared.moving
         self._scope = scope
-        self._exchange, self._coordinator = self._set_up(scope, axes, replica_tensors)
+        self._exchange, self._coordinator = self._set_up(compared)
         self._watch = TensorWatch(self._manifest.roots, self._manifest.check)
         self._is_reduced_by_caller = gradients_reduced_by_caller
         self._activity = scope.state.activity
@@ -207,26 +212,24 @@ class Aggregator:
             nullcontext() if self._stream is None else StreamWork(self._stream)
         )
 
-    def _set_up(
-        self, scope: RoundScope, axes: Sequence[Sequence[Axis]], replica_tensors: ReplicaTensors | None
-    ) -> tuple[Exchange, RoundCoordinator]:
+    def _set_up(self, compared: ComparedModels) -> tuple[Exchange, RoundCoordinator]:
         """Plan the rounds of ranks whose models were compared, with their groups and votes; collective over them."""
-        options, manifest = self._options, self._manifest
-        processor = compare_processors(scope, options, manifest, replica_tensors)
+        scope = compared.scope
+        options = compared.options
+        processor = compare_processors(compared)
         # The global model, what servers keep and buffers outlive this call: a later round writes them outside of an
         # inference mode in which this is called.
         with torch.inference_mode(False):
-            exchange = make_exchange(
-                scope, options=options, manifest=manifest, axes=axes, replica_tensors=replica_tensors
-            )
+            exchange = make_exchange(compared)
+        number = agree_on_number(compared, exchange.round_groups.world)
         coordinate = scope.coordinate or RoundCoordinator
-        coordinator = coordinate(exchange, scope, options)
+        coordinator = coordinate(exchange, scope, options, number)
         first_round = FirstRound(
-            manifest=manifest,
+            manifest=compared.manifest,
             scope=scope,
             round_groups=exchange.round_groups,
-            axes=axes[scope.topology.cell_of(scope.rank)],
-            replica_tensors=replica_tensors,
+            axes=compared.axes[scope.topology.cell_of(scope.rank)],
+            replica_tensors=compared.replica_tensors,
             processor=processor,
             is_private=options.privacy is not None or options.secure is not None,
         )
@@ -590,13 +593,8 @@ class Aggregator:
             self._watch.check()
             return self._options, self._manifest
 
-        scope, _, _, axes, replica_tensors = compare_models(
-            self.model,
-            scope,
-            read,
-            is_reduced_by_caller=self._is_reduced_by_caller,
-        )
-        exchange, coordinator = self._set_up(scope, axes, replica_tensors)
+        compared = compare_models(self.model, scope, read, is_reduced_by_caller=self._is_reduced_by_caller)
+        exchange, coordinator = self._set_up(compared)
         with torch.inference_mode(False):
             exchange.take_over(self._exchange)
         self._scope = scope

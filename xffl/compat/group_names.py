@@ -1,20 +1,25 @@
-"""Names of process groups that no other group of a world has, or had."""
+"""Names by which torch tells the process groups of a world, and the meshes of one world from those of a later one."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from unittest import mock
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-__all__ = ["fresh_group_name"]
+__all__ = ["AxisName", "fresh_group_name", "fresh_names"]
 
 _groups_made: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 """How many groups this process has named in each world, by the group of all its ranks: lives as long as that does"""
+
+_meshes_made: Counter[tuple[object, ...]] = Counter()
+"""How many meshes this process has made of each kind of device and ranks: lives as long as PyTorch's own caches do"""
 
 
 def fresh_group_name(ranks: Sequence[int]) -> AbstractContextManager[object]:
@@ -31,3 +36,54 @@ def fresh_group_name(ranks: Sequence[int]) -> AbstractContextManager[object]:
     _groups_made[world] = number
     name = hashlib.sha1(f"xffl {number} {list(ranks)}".encode(), usedforsecurity=False).hexdigest()
     return mock.patch.object(distributed_c10d, "_process_group_name", return_value=name)
+
+
+class AxisName(str):
+    """The name of a mesh's dimension from the second generation of meshes on: ``dp_shard``, equal to ``dp_shard_2``.
+
+    It is needed where torch 2.13 would take two meshes for one (:func:`fresh_names`; see there, and
+    https://github.com/pytorch/pytorch/blob/v2.11.0/torch/distributed/device_mesh.py).
+
+    Users see the documented name. torch compares names, so that two meshes of the same ranks are not the same mesh; a
+    copy, also one from a file, is a plain text with the number of the generation, and equals the name it was made of.
+    """
+
+    generation: int
+
+    def __new__(cls, text: str, generation: int) -> AxisName:
+        """Make the name of a dimension of one generation of meshes."""
+        name = super().__new__(cls, text)
+        name.generation = generation
+        return name
+
+    def __eq__(self, other: object) -> bool:
+        return self._numbered() == (other._numbered() if isinstance(other, AxisName) else other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(self._numbered())
+
+    def __str__(self) -> str:
+        return "".join(self)  # a plain text
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (self._numbered(),)
+
+    def _numbered(self) -> str:
+        return f"{self!s}_{self.generation}"
+
+
+def fresh_names(*key: object) -> Callable[[str], str]:
+    """Return what makes the names of a mesh's dimensions, unequal to those that this process has used before; local.
+
+    torch 2.13 compares meshes by ranks, shape, and names of dimensions, and the caches of DTensor's operators, which
+    live as long as the process, hand out the first of two equal meshes. A session that follows another in one process
+    would get a mesh whose groups are destroyed. No public call empties these caches:
+    https://github.com/pytorch/pytorch/blob/v2.11.0/torch/distributed/device_mesh.py (``DeviceMesh.__eq__``).
+    The key is what meshes that would be equal have in common, such as the device's type and the ranks.
+    """
+    _meshes_made[key] += 1
+    generation = _meshes_made[key]
+    return str if generation == 1 else partial(AxisName, generation=generation)

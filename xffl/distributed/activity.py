@@ -73,9 +73,14 @@ class RunActivity:
         """Note a round that was started."""
         self.rounds_under_way.add(pending)
 
+    @property
+    def next_number(self) -> int:
+        """What this rank says when the ranks agree on the number of their next aggregator."""
+        return self._last_number + 1
+
     def number_aggregator(self, agree: Callable[[int], int]) -> int:
         """Return a number that no aggregator has had; ``agree`` makes one for all ranks of what each of them says."""
-        self._last_number = agree(self._last_number + 1)
+        self._last_number = agree(self.next_number)
         return self._last_number
 
     def expect_entry(self, block: object) -> weakref.finalize[Any, Any]:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from xffl.compat.mesh_names import fresh_names
+from xffl.compat.group_names import fresh_names
 from xffl.distributed.groups import MODEL_AXES, Create
 from xffl.distributed.parameters import AXES, AXES_OF, MeshSizes
 from xffl.topology import Topology

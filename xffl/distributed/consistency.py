@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import logging
 import platform
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -34,9 +34,11 @@ __all__ = [
     "compute_device",
     "connect",
     "control_device",
+    "find_alike",
     "gather_objects",
     "gather_runtimes",
     "home_device",
+    "keep_error",
     "message_device",
     "own_runtime",
     "processor_of",
@@ -154,12 +156,35 @@ def check_consistent(
 
 def _is_same_everywhere(own: object, group: Group | None) -> bool:
     """Tell whether all ranks have a value whose ``repr`` is the same; an all-reduce of 16 bytes over the group."""
+    [is_same] = _compare_hashes([_hash_of(own)], group)
+    return is_same
+
+
+def find_alike(values: Mapping[str, object], group: Group | None = None) -> frozenset[str]:
+    """Return the names of those values of which all ranks have the same; all ranks get the same names.
+
+    Collective over the group: one all-reduce, of 16 bytes for each value. The names come in one order on all ranks.
+    Values are the same where their ``repr`` is; ``None`` is one that a rank cannot tell, and never alike.
+    """
+    hashes = [None if value is None else _hash_of((name, value)) for name, value in values.items()]
+    with NamedWait(next(iter(values)), group):
+        are_alike = _compare_hashes(hashes, group)
+    return frozenset(name for name, is_alike in zip(values, are_alike, strict=True) if is_alike)
+
+
+def _hash_of(value: object) -> int:
+    """Return a hash of 63 bits that is the same on all ranks for values with the same ``repr``."""
+    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:8], "big") >> 1
+
+
+def _compare_hashes(hashes: Sequence[int | None], group: Group | None) -> list[bool]:
+    """Tell for each hash whether all ranks have the same one, and none has ``None``; collective over the group."""
     # A hash and its negative give the minimum and the maximum: both are this rank's own only where all have the same.
-    h = int.from_bytes(hashlib.sha256(repr(own).encode()).digest()[:8], "big") >> 1
-    extremes = torch.tensor([h, -h], dtype=torch.int64, device=control_device(group))
+    # No hash is negative, so the minimum is not the maximum where a rank has -1 in both places.
+    pairs = [(-1, -1) if number is None else (number, -number) for number in hashes]
+    extremes = torch.tensor(pairs, dtype=torch.int64, device=control_device(group))
     all_reduce(extremes, dist.ReduceOp.MIN, group)
-    low, high = extremes.tolist()
-    return bool(low == -high)
+    return [low == -high for low, high in extremes.tolist()]
 
 
 @contextmanager
@@ -178,17 +203,34 @@ def run_on_all_ranks(
     makes errors of xffl of those of ``kinds``.
     """
     values = [""]
-    error: XfflError | None = None
-    try:
+    with keep_error(convert, kinds) as failure:
         yield lambda value: values.append(str(value))
+    check_consistent(what, values[-1], error=failure.error, describe=describe, group=group)
+
+
+@dataclass
+class LocalError:
+    """Why a block has failed on this rank; the other ranks must hear of it."""
+
+    error: XfflError | None = None
+
+
+@contextmanager
+def keep_error(convert: Convert = None, kinds: tuple[type[Exception], ...] = (Exception,)) -> Iterator[LocalError]:
+    """Run a block that may fail on some ranks only, and keep its error instead of raising it; local.
+
+    ``convert`` makes errors of xffl of those of ``kinds``, which are raised without it.
+    """
+    failure = LocalError()
+    try:
+        yield failure
     except XfflError as wrong:
-        error = wrong
-    except kinds as wrong:  # whatever it is, the other ranks must hear of it
+        failure.error = wrong
+    except kinds as wrong:
         if convert is None:
             raise
-        error = convert(wrong)
-        error.__cause__ = wrong
-    check_consistent(what, values[-1], error=error, describe=describe, group=group)
+        failure.error = convert(wrong)
+        failure.error.__cause__ = wrong
 
 
 PRIME = 1_000_003  # steps of the factors of elements, so that two that change places change the sum

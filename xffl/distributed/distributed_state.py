@@ -62,6 +62,8 @@ _CROSS_CELL = ("xffl_federated",)
 """How the descriptions of groups of senders begin, see :func:`xffl.distributed.groups.make_groups`."""
 _RELAYING = ("xffl_replica", "xffl_federation", "xffl_holders", "xffl_part")
 """Those of intra-cell groups that hand on what has crossed: they wait for senders, who wait for other cells."""
+_COLLECTIVES_ALONE = (*_RELAYING, "xffl_shard")
+"""Those of groups in which no rank sends to a single other one."""
 
 _SETUP_FIELDS = (
     *("_topology", "replica_local_rank", "replica_local_size", "replica_rank", "replica_world_size"),
@@ -345,7 +347,8 @@ class DistributedState:
         if self._link_backend is not None:
             crosses = len({self.topology.cell_of(one) for one in (min(checked), max(checked))}) > 1
             backend = self._link_backend if crosses else self.backend
-        return new_group(checked, timeout_s, group_desc, backend)
+        has_messages = not name.startswith(_COLLECTIVES_ALONE)
+        return new_group(checked, timeout_s, group_desc, backend, has_messages=has_messages)
 
     # The process, its node and its device ----------------------------------------------------------------------------
 

@@ -6,8 +6,8 @@ That is the checks of backends and devices, and the threads that still communica
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable, Collection, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Protocol
 from weakref import WeakSet
@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from xffl.checks import index_of, integer
-from xffl.compat.group_names import fresh_group_name
-from xffl.compat.mesh_names import fresh_names
+from xffl.compat.gloo_connections import connect_lazily, is_lazy
+from xffl.compat.group_names import fresh_group_name, fresh_names
 from xffl.errors import ConfigError, StateError
 from xffl.topology import Topology
 
@@ -73,11 +73,19 @@ def make_groups(
 
 
 def new_group(
-    ranks: Iterable[int], timeout_s: float, group_desc: str | None, backend: str | None = None
+    ranks: Iterable[int],
+    timeout_s: float,
+    group_desc: str | None,
+    backend: str | None = None,
+    *,
+    has_messages: bool = False,
 ) -> dist.ProcessGroup:
-    """Make a group of some ranks, of the world's backend if no other is given; collective over these ranks only."""
+    """Make a group of some ranks, of the world's backend if no other is given; collective over these ranks only.
+
+    ``has_messages`` tells whether single ranks send to each other in it, instead of collectives alone.
+    """
     members = list(ranks)
-    with fresh_group_name(members):
+    with fresh_group_name(members), connected(len(members), has_messages=has_messages) as connect:
         group: dist.ProcessGroup = dist.new_group(
             members,
             timeout=timedelta(seconds=timeout_s),
@@ -85,7 +93,26 @@ def new_group(
             use_local_synchronization=True,
             group_desc=group_desc,
         )
+        connect(group)
     return group
+
+
+@contextmanager
+def connected(size: int, *, has_messages: bool = False) -> Iterator[Callable[[dist.ProcessGroup | None], None]]:
+    """Make a group of so many ranks in the block, and give it to what the block gets; collective over these ranks.
+
+    Over gloo a large group that runs collectives alone gets the connections of these, and no others: about two for each
+    doubling of its ranks. ``None`` stands for the world.
+    """
+    lazily = not has_messages and is_lazy(size)
+
+    def connect(group: dist.ProcessGroup | None) -> None:
+        # A rank that is lost from here on is noticed as fast as in a mesh: no collective connects first.
+        if lazily and "gloo" in dist.get_backend_config(group):
+            dist.barrier(group)
+
+    with connect_lazily(lazily):
+        yield connect
 
 
 def cell_mesh(topology: Topology, rank: int, groups: Groups, device_type: str) -> DeviceMesh:

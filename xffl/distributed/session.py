@@ -43,6 +43,7 @@ from xffl.distributed.groups import (
     check_device,
     check_link_backend,
     check_streams,
+    connected,
     stop_threads,
     wait_for_threads,
     with_host_side,
@@ -466,13 +467,15 @@ def _join(meeting: Store, place: ProcessEnvironment, request: _Request) -> None:
     """Make the process group of the world; collective over the ranks that have met."""
     backend = request.link_backend or request.backend
     try:
-        dist.init_process_group(
-            backend,
-            store=PrefixStore("world", world_store(meeting, place, request.timeouts)),
-            rank=place.rank,
-            world_size=place.world_size,
-            timeout=timedelta(seconds=request.timeouts.session_s),
-        )
+        with connected(place.world_size) as connect:
+            dist.init_process_group(
+                backend,
+                store=PrefixStore("world", world_store(meeting, place, request.timeouts)),
+                rank=place.rank,
+                world_size=place.world_size,
+                timeout=timedelta(seconds=request.timeouts.session_s),
+            )
+            connect(None)
     except RuntimeError as broken:
         raise LaunchError(
             f"rank {place.rank} of {place.world_size} could not join over {backend}: {broken}; name the "

@@ -10,6 +10,7 @@ from torch import nn
 from xffl.aggregation.aggregator import Aggregator
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.sharding import local_tensor
+from xffl.parallel.zero_mark import find_masters
 
 __all__ = ["take_model_of_first_cell", "weights_put_aside"]
 
@@ -34,13 +35,21 @@ def weights_put_aside(model: nn.Module) -> Iterator[None]:
     :param model: The model, as a framework has wrapped it.
     :yield: Nothing.
     """
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    masters = find_masters(model)
+    if masters is not None:
+        masters.read()
+    rounded = model if masters is None else masters.view
+    trained = [parameter for parameter in rounded.parameters() if parameter.requires_grad]
     tensors = [local_tensor(tensor.detach()) for tensor in (*trained, *model.buffers())]
     kept = [tensor.to("cpu", copy=True) for tensor in tensors]
     for tensor in tensors:
         tensor.zero_()
+    if masters is not None:
+        masters.write()
     try:
         yield
     finally:
         for tensor, values in zip(tensors, kept, strict=True):
             tensor.copy_(values)
+        if masters is not None:
+            masters.write()

@@ -60,5 +60,6 @@ def check_alike(
 
 
 def _sum_bits(parameter: Any) -> int:
-    values = local_tensor(parameter.detach())
+    # Stage 3 of ZeRO leaves the parameter empty, and this rank's part beside it.
+    values = getattr(parameter, "ds_tensor", local_tensor(parameter.detach()))
     return int(values.view(_INTEGERS[values.element_size()]).sum(dtype=torch.int64).item())

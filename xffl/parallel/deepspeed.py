@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
@@ -389,17 +389,28 @@ class ZeroModel(nn.Module):
             return engine(*inputs, **named)
 
 
+class SteppedModel(Protocol):
+    """A model as :class:`EngineOptimizer` steps it."""
+
+    @property
+    def engine(self) -> Any:
+        """What has the step: DeepSpeed's engine."""
+
+    def working(self) -> AbstractContextManager[None]:
+        """Return a context in which DeepSpeed may work."""
+
+
 class EngineOptimizer(torch.optim.Optimizer):
     """An optimizer whose step is the engine's: with the gradients of all ranks, clipping and loss scale.
 
     Options and state are those of the optimizer inside, whose parameters are rows of many parameters.
     """
 
-    _model: ZeroModel
+    _model: SteppedModel
     _inner: torch.optim.Optimizer
 
     @classmethod
-    def around(cls, model: ZeroModel, inner: torch.optim.Optimizer) -> EngineOptimizer:
+    def around(cls, model: SteppedModel, inner: torch.optim.Optimizer) -> EngineOptimizer:
         """Make an optimizer of the class and with the options of the inner one that steps the model's engine."""
         kind = type(inner)
         subclass: Any = type(f"Engine{kind.__name__}", (cls, kind), {})

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 __all__ = ["SpreadOptions", "check_model", "is_meta", "named_tensors", "send_weights", "shard", "spread"]
 
 BROADCAST_BYTES = 32 * 2**20  # how much of a model is sent at a time
-MODEL_TAG = 7_000  # of messages between isolated cells
 
 
 def shard(
@@ -364,25 +363,13 @@ def send_weights(model: nn.Module, state: DistributedState) -> None:
         for work in dist.batch_isend_irecv(moves) if moves else ():
             work.wait()
         if state.isolated is not None and rank == head:
-            flat = _swap_between_worlds(flat, state)
+            from xffl.parallel.isolated_weights import swap_between_worlds
+
+            flat = swap_between_worlds(flat, state)
         flat = flat.to(at_home)
         dist.broadcast(flat, src=head, group=home)
         for tensor, part in zip(tensors, torch.split(flat, [tensor.nbytes for tensor in tensors]), strict=True):
             tensor.copy_(from_bytes(part, tensor.dtype, tensor.shape))
-
-
-def _swap_between_worlds(flat: torch.Tensor, state: DistributedState) -> torch.Tensor:
-    """Send the job's first rank's bytes to the first rank of each isolated cell; these ranks call it."""
-    group = state.job_group
-    assert group is not None, "an isolated cell has one"
-    on_host = flat.cpu()
-    if state.is_first_of_job:
-        works = [group.send([on_host], peer, MODEL_TAG) for peer in state.job_topology.offsets[1:-1]]
-    else:
-        works = [group.recv([on_host], 0, MODEL_TAG)]
-    for work in works:
-        work.wait()
-    return on_host.to(flat.device)
 
 
 def _batches(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

@@ -26,7 +26,14 @@ from xffl.distributed.collectives import Group, all_gather_json
 from xffl.distributed.consistency import check_consistent, control_device, processor_of
 from xffl.errors import ConfigError, XfflError
 
-__all__ = ["PATTERNS", "compare_arithmetic", "digest_arithmetic", "processor_number"]
+__all__ = [
+    "PATTERNS",
+    "Arithmetic",
+    "compare_arithmetic",
+    "digest_arithmetic",
+    "processor_number",
+    "read_arithmetic",
+]
 
 PATTERNS = 8**4
 """Fixed values that each operation is run on: all pairs and triples of 8 kinds of numbers."""
@@ -64,26 +71,46 @@ class ArithmeticDigest:
     """See :func:`processor_number`; compared only where something may compute otherwise"""
 
 
-def compare_arithmetic(
-    devices: Collection[torch.device],
-    *,
-    combiner: Combiner,
-    rule: ServerRule | None,
-    codecs: Collection[Codec],
-    cells: int,
-    has_fp64: bool,
-    group: Group | None,
-) -> None:
+@dataclass(frozen=True)
+class Arithmetic:
+    """What a round computes on a rank."""
+
+    devices: Collection[torch.device]
+    """Where this rank takes means and steps; all must give the same bits"""
+    combiner: Combiner
+    """What makes one value of the cells'"""
+    rule: ServerRule | None
+    """What the server steps with; ``None`` without a server"""
+    codecs: Collection[Codec]
+    """What values cross in"""
+    cells: int
+    """How many cells there are"""
+    has_fp64: bool
+    """Whether the model has parameters in fp64"""
+
+
+def read_arithmetic(arithmetic: Arithmetic) -> str:
+    """Return as text what this rank computes on the patterns; local.
+
+    Raises ConfigError if two threads or two devices of this rank compute otherwise.
+    """
+    own = digest_arithmetic(
+        arithmetic.devices,
+        combiner=arithmetic.combiner,
+        rule=arithmetic.rule,
+        codecs=arithmetic.codecs,
+        cells=arithmetic.cells,
+        has_fp64=arithmetic.has_fp64,
+    )
+    return json.dumps(asdict(own))
+
+
+def compare_arithmetic(arithmetic: Arithmetic, *, group: Group | None) -> None:
     """Raise ConfigError, on all ranks alike, unless all compute the same bits of the same values.
 
     Collective over ``group``: 16 bytes, and what each rank computes only where they differ.
 
-    :param devices: Where this rank takes means and steps; all must give the same bits.
-    :param combiner: What makes one value of the cells'.
-    :param rule: What the server steps with; ``None`` without a server.
-    :param codecs: What values cross in.
-    :param cells: How many cells there are.
-    :param has_fp64: Whether the model has parameters in fp64.
+    :param arithmetic: What this rank computes.
     :param group: The ranks to compare.
     :raises ConfigError: if two ranks, or two threads or devices of a rank, compute otherwise; if a combiner, rule or
         codec of the user's own is not made of elementary operations, and ranks have unlike processors.
@@ -91,11 +118,11 @@ def compare_arithmetic(
     error: XfflError | None = None
     text = ""
     try:
-        own = digest_arithmetic(devices, combiner=combiner, rule=rule, codecs=codecs, cells=cells, has_fp64=has_fp64)
-        text = json.dumps(asdict(own))
+        text = read_arithmetic(arithmetic)
     except XfflError as wrong:
         error = wrong
-    places = ", ".join(dict.fromkeys(processor_of(device) for device in devices)) + f", torch {torch.__version__}"
+    kinds = dict.fromkeys(map(processor_of, arithmetic.devices))
+    places = f"{', '.join(kinds)}, torch {torch.__version__}"
 
     def describe(told: dict[int, str]) -> XfflError:
         processors: list[str] = all_gather_json(places, control_device(group), group)

@@ -7,18 +7,9 @@ import torch.distributed as dist
 
 from xffl.aggregation.arithmetic import weighted_mean
 from xffl.aggregation.engine.buffers import Pool, aligned
-from xffl.aggregation.engine.planning.transfers import GroupTransfer
 from xffl.aggregation.report import RoundProfile
 
-__all__ = ["cell_rows_nbytes", "mean_in_cell"]
-
-
-def cell_rows_nbytes(transfer: GroupTransfer) -> int:
-    """Return what a bucket's values of all ranks of a cell take up where their mean is taken; 0 where it is not."""
-    if not transfer.group.is_mean_in_cell or transfer.cell_group is None:
-        return 0
-    largest = max((bucket.stop - bucket.start for bucket in transfer.buckets), default=0)
-    return aligned(largest * transfer.dtype.itemsize) * transfer.cell_group.size()
+__all__ = ["mean_in_cell"]
 
 
 def mean_in_cell(pool: Pool, profile: RoundProfile, home: dist.ProcessGroup, values: torch.Tensor) -> None:

@@ -42,7 +42,7 @@ from xffl.aggregation.engine.buffers import (
     aligned,
     host_or_gpu,
 )
-from xffl.aggregation.engine.cell import cell_rows_nbytes, mean_in_cell
+from xffl.aggregation.engine.cell import mean_in_cell
 from xffl.aggregation.engine.groups import RoundGroups
 from xffl.aggregation.engine.planning.transfers import (
     Bucket,
@@ -202,6 +202,14 @@ class Inspection(NamedTuple):
     stages: Sequence[RoundStage]
 
 
+def _cell_rows_nbytes(transfer: GroupTransfer) -> int:
+    """Return what a bucket's values of all ranks of a cell take up where their mean is taken; 0 where it is not."""
+    if not transfer.group.is_mean_in_cell or transfer.cell_group is None:
+        return 0
+    largest = max((bucket.stop - bucket.start for bucket in transfer.buckets), default=0)
+    return aligned(largest * transfer.dtype.itemsize) * transfer.cell_group.size()
+
+
 class Memory:
     """The memory that rounds of a rank use again: made in the first round and kept, since fresh memory is slow.
 
@@ -237,7 +245,7 @@ class Memory:
         """By the id of a bucket its values, until the exchange asks for them"""
         self.keeps_packed = True
         """Whether there is room for all that a round packs"""
-        cell_rows_bytes = max(map(cell_rows_nbytes, transfers), default=0)
+        cell_rows_bytes = max(map(_cell_rows_nbytes, transfers), default=0)
         self.cell_rows = Pool(cell_rows_bytes, device)
         """Buffers for the values of all ranks of a cell whose mean is taken"""
         self._cell_rows_count = 1 if cell_rows_bytes else 0

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from xffl.compat.gloo_connections import is_lazy
 from xffl.distributed.collectives import Group
 from xffl.distributed.consistency import (
     cell_gpu,
@@ -21,7 +22,7 @@ from xffl.distributed.consistency import (
 )
 from xffl.distributed.cross_world import CrossWorldGroup
 from xffl.distributed.distributed_state import DistributedState
-from xffl.distributed.groups import ON_GPUS, Create, Groups, make_groups, new_group
+from xffl.distributed.groups import Create, Groups
 from xffl.distributed.round_groups import make_round_groups
 from xffl.topology import Topology
 
@@ -34,15 +35,10 @@ if TYPE_CHECKING:
 __all__ = [
     "RoundGroups",
     "RoundScope",
-    "make_cell_groups",
+    "make_creator",
     "make_holder_groups",
-    "make_scope",
     "select_groups",
 ]
-
-
-ROUND_KINDS = ("federation", "replica", "federated")
-"""Kinds of groups that a round uses."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +63,7 @@ class RoundScope:
     # leaves what was opened for it alone, when its aggregator is closed; collective over all its ranks
     leave: Callable[[], None] | None = None
     # makes what votes on its rounds; None: RoundCoordinator
-    coordinate: Callable[[Exchange, RoundScope, Options], RoundCoordinator] | None = None
+    coordinate: Callable[[Exchange, RoundScope, Options, int], RoundCoordinator] | None = None
 
     @property
     def rank(self) -> int:
@@ -148,50 +144,6 @@ class RoundGroups:
         self.is_aborted = False
 
 
-def make_scope(state: DistributedState, topology: Topology, first: int) -> RoundScope:
-    """Make the groups of a part of the world; collective over the world.
-
-    All parts that are made together have replicas of one size, so that every rank makes the same number of groups.
-    """
-    made: list[dist.ProcessGroup] = []
-    create = _recorded(state, made, first)
-    groups = make_groups(
-        create, topology=topology, rank=dist.get_rank() - first, kinds=ROUND_KINDS, handles=state.handle_count
-    )
-    if topology.world_size < dist.get_world_size():
-        groups["world"] = (create(tuple(range(topology.world_size)), "xffl_part"),)
-    return RoundScope(state, topology=topology, first=first, groups=groups, own=tuple(made))
-
-
-def make_cell_groups(state: DistributedState, made: list[dist.ProcessGroup], *, overlaps: bool) -> Groups:
-    """Return the groups inside a cell that is a world of its own; collective over the cell.
-
-    ``made`` takes those that are made here and not the state's, placeholders too. ``overlaps`` tells whether rounds go
-    on during local steps, whose own collectives must not meet theirs.
-    """
-    topology = state.topology
-    rank = dist.get_rank()
-    timeout_s = state.timeouts.session_s
-    if control_device(dist.group.WORLD).type != "cpu":
-        # A framework has made this world with NCCL alone, and what crosses between worlds lies in the host's memory.
-        def create(ranks: tuple[int, ...], name: str) -> dist.ProcessGroup:
-            made.append(new_group(ranks, timeout_s, name, ON_GPUS))
-            return made[-1]
-
-        return make_groups(
-            create, topology=topology, rank=rank, kinds=("federation", "replica"), handles=state.handle_count
-        )
-    if overlaps:
-        groups = make_round_groups(
-            _recorded(state, made, 0), topology=topology, rank=rank, timeout_s=timeout_s, handles=state.handle_count
-        )
-        made += groups["world"] or ()
-        return {kind: groups.get(kind) for kind in ("federation", "replica")}
-    assert dist.group.WORLD is not None, "a cell is a world"
-    replica = None if state.hsdp_mesh is None else (state.hsdp_mesh.get_group(0),)
-    return {"federation": (dist.group.WORLD,), "replica": replica}
-
-
 def select_groups(
     scope: RoundScope, *, multi_rail: bool, is_own: bool, holders: Collection[tuple[int, ...]] = ()
 ) -> RoundGroups:
@@ -202,7 +154,7 @@ def select_groups(
     made: list[dist.ProcessGroup] = []
     device, gpu = scope.device, scope.gpu
     if (is_own or gpu is not None) and groups is None:
-        create = _recorded(state, made, scope.first)
+        create = make_creator(state, made, scope.first)
         groups = make_round_groups(
             create,
             topology=scope.topology,
@@ -226,9 +178,14 @@ def select_groups(
     replica, cell = (None if group is None or group.size() == 1 else group for group in (replica, cell))
     shared = scope.holders
     if shared is None:
-        create = _recorded(state, made, scope.first)
+        create = make_creator(state, made, scope.first)
         shared = make_holder_groups(create, topology=scope.topology, rank=scope.rank, holders=holders)
-    across = (world,) if multi_rail or scope.cross_world is not None else across
+    if multi_rail or scope.cross_world is not None:
+        across = (world,)
+    if multi_rail and scope.cross_world is None and is_lazy(dist.get_world_size()):
+        # The world's group has the connections of collectives alone, and senders start messages before their peers do.
+        rails = make_creator(state, made, scope.first)
+        across = (rails(tuple(range(scope.topology.world_size)), "xffl_federated_rails"),)
     votes = () if control_device(world).type == "cpu" else (world,)
     # In a round some ranks may not take part, and one behind local steps would connect beside what these send.
     home = (replica, cell, *shared.values())
@@ -278,7 +235,7 @@ def make_holder_groups(
     return made
 
 
-def _recorded(state: DistributedState, made: list[dist.ProcessGroup], first: int) -> Create:
+def make_creator(state: DistributedState, made: list[dist.ProcessGroup], first: int) -> Create:
     """Return what makes a group of ranks counted from ``first``, and notes it."""
 
     def create(ranks: tuple[int, ...], name: str) -> dist.ProcessGroup:

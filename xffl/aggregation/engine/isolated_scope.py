@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from xffl.aggregation.engine.groups import RoundScope, make_cell_groups
+from xffl.aggregation.engine.cell_groups import make_cell_groups
+from xffl.aggregation.engine.groups import RoundScope
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.isolated_cell import IsolatedCell
 from xffl.distributed.job_ranks import join_job

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 
 import torch
@@ -11,7 +14,7 @@ from torch import nn
 
 from xffl.aggregation.algorithms.combiners import WeightedCombiner
 from xffl.aggregation.arithmetic import is_built_in
-from xffl.aggregation.engine.arithmetic_check import compare_arithmetic, processor_number
+from xffl.aggregation.engine.arithmetic_check import Arithmetic, compare_arithmetic, processor_number, read_arithmetic
 from xffl.aggregation.engine.buffers import Copies, Layout
 from xffl.aggregation.engine.equal_cells import check_start
 from xffl.aggregation.engine.exchange import Exchange, Memory, Way
@@ -19,7 +22,7 @@ from xffl.aggregation.engine.global_model import GlobalModel
 from xffl.aggregation.engine.gpu_memory import GpuMemory, HostCopies
 from xffl.aggregation.engine.groups import RoundScope, select_groups
 from xffl.aggregation.engine.planning.coverage import check_gradients
-from xffl.aggregation.engine.planning.plan import digest, plan_groups, plan_transfers
+from xffl.aggregation.engine.planning.plan import Item, digest, plan_groups, plan_transfers
 from xffl.aggregation.engine.planning.replica_tensors import (
     RankTensors,
     ReplicaTensors,
@@ -48,12 +51,66 @@ from xffl.aggregation.engine.transport import Link
 from xffl.aggregation.options import Options
 from xffl.aggregation.privacy import make_masker
 from xffl.costs import EXCHANGE_FORMAT
-from xffl.distributed.consistency import check_consistent, run_on_all_ranks
+from xffl.distributed.collectives import Group, all_reduce
+from xffl.distributed.consistency import (
+    check_consistent,
+    control_device,
+    find_alike,
+    keep_error,
+    run_on_all_ranks,
+)
 from xffl.distributed.distributed_state import DistributedState
-from xffl.errors import ConfigError
+from xffl.errors import ConfigError, XfflError
 from xffl.topology import Topology
 
-__all__ = ["check_given", "compare_models", "compare_processors", "make_copies", "make_exchange"]
+__all__ = [
+    "ComparedModels",
+    "agree_on_number",
+    "check_given",
+    "compare_models",
+    "compare_processors",
+    "make_copies",
+    "make_exchange",
+]
+
+
+class Subject(str, Enum):
+    """What ranks compare before they make rounds together."""
+
+    MODELS = "models"
+    AXES = "axes"  # that tensors are cut along
+    ARITHMETIC = "arithmetic"
+    PLANS = "exchange plans"
+    NUMBERS = "numbers of aggregators"
+
+
+@dataclass(frozen=True)
+class RankModel:
+    """What one rank has to do with rounds, as it knows by itself."""
+
+    scope: RoundScope
+    options: Options
+    manifest: Manifest
+    axes: tuple[Axis, ...]  # that its tensors are cut along; none where cells have a mesh
+    tensors: RankTensors | None  # its tensors and their parts, where cells have a mesh
+    text: str  # what must be the same on all ranks
+
+
+@dataclass(frozen=True)
+class ComparedModels:
+    """What the ranks have to do with rounds, after they have compared it."""
+
+    scope: RoundScope
+    options: Options
+    manifest: Manifest
+    axes: Sequence[Sequence[Axis]]  # by cell, that tensors are cut along
+    replica_tensors: ReplicaTensors | None  # the parts of all shards, where cells have a mesh
+    alike: frozenset[str]  # what is known to be the same on all ranks, and need not be compared again
+
+    @property
+    def moving(self) -> Sequence[TensorInfo]:
+        """The tensors that rounds move."""
+        return self.manifest.moving if self.replica_tensors is None else self.replica_tensors.moving
 
 
 def compare_models(
@@ -62,43 +119,31 @@ def compare_models(
     read: Callable[[], tuple[Options, Manifest]],
     *,
     is_reduced_by_caller: bool,
-) -> tuple[RoundScope, Options, Manifest, Sequence[Sequence[Axis]], ReplicaTensors | None]:
+) -> ComparedModels:
     """Compare the ranks' models and options, and gather what they hold.
 
     Collective over the world: a few bytes a rank, with a mesh inside the cells some hundred for each of its tensors.
-    Returns by cell the axes that tensors are cut along, and with a mesh the parts of all shards.
     """
-    rank_tensors: RankTensors | None = None
-    axes: tuple[Axis, ...] = ()
     group = state.cross_world if isinstance(state, RoundScope) else None
-    with run_on_all_ranks(
-        "models",
-        group=group,
-        convert=lambda wrong: ConfigError(f"the model or its policies cannot be read: {type(wrong).__name__}: {wrong}"),
-        describe=describe_models,
-    ) as share:
-        check_given(model, state)
-        scope = state if isinstance(state, RoundScope) else RoundScope(state, state.topology)
-        topology, rank = scope.topology, scope.rank
-        device = scope.device
-        options, manifest = read()
-        options.combiner.check(topology.cells)
-        at = topology.coordinates(rank)
-        text = f"{FORMAT_LINE}\t{EXCHANGE_FORMAT}\n(options)\t{options}\n"
-        if topology.cell_shape is None:
-            manifest.check_patterns()
-            check_gradients(manifest.model, scope.state, is_reduced_by_caller=is_reduced_by_caller)
-            axes = manifest.axes(topology, at)
-            text += str(manifest)
-        else:
-            rank_tensors = describe_rank_tensors(manifest, topology, at, scope.first)
-        options.check_model(manifest, scope.gpu or device)
-        share(text)
+    own: RankModel | None = None
+    with keep_error(
+        lambda wrong: ConfigError(f"the model or its policies cannot be read: {type(wrong).__name__}: {wrong}")
+    ) as failure:
+        own = _read_model(model, state, read, is_reduced_by_caller=is_reduced_by_caller)
+    # The ranks of one world may be in other calls, which comparisons of one size find out.
+    alike: frozenset[str] = frozenset() if group is None else _compare_at_once(own, group)
+    if Subject.MODELS not in alike:
+        text = "" if own is None else own.text
+        check_consistent(Subject.MODELS.value, text, error=failure.error, describe=describe_models, group=group)
+    assert own is not None, "all ranks have raised the error"
+    scope, options, manifest, rank_tensors = own.scope, own.options, own.manifest, own.tensors
+    topology = scope.topology
     if rank_tensors is None:
-        return scope, options, manifest, gather_axes(axes, topology, scope.world), None
+        axes = (own.axes,) * topology.cells if Subject.AXES in alike else gather_axes(own.axes, topology, scope.world)
+        return ComparedModels(scope, options, manifest, axes=axes, replica_tensors=None, alike=alike)
     mesh = scope.state.hsdp_mesh
     assert mesh is not None, "a state with a cell shape has replicas"
-    with run_on_all_ranks("models", group=group, describe=describe_models) as share:
+    with run_on_all_ranks(Subject.MODELS.value, group=group, describe=describe_models) as share:
         replica_tensors = gather_replica_tensors(rank_tensors, mesh.get_group(1))
         manifest.check_patterns(replica_tensors)
         check_gradients(
@@ -108,7 +153,66 @@ def compare_models(
             holders_of=partial(_holders_of, scope.state.topology, replica_tensors),
         )
         share(replica_tensors.text)
-    return scope, options, manifest, (replica_tensors.axes,) * topology.cells, replica_tensors
+    axes = (replica_tensors.axes,) * topology.cells
+    return ComparedModels(scope, options, manifest, axes=axes, replica_tensors=replica_tensors, alike=alike)
+
+
+def _read_model(
+    model: nn.Module,
+    state: DistributedState | RoundScope,
+    read: Callable[[], tuple[Options, Manifest]],
+    *,
+    is_reduced_by_caller: bool,
+) -> RankModel:
+    """Read what this rank has to do with rounds; local. Raises where rounds cannot move its model."""
+    check_given(model, state)
+    scope = state if isinstance(state, RoundScope) else RoundScope(state, state.topology)
+    topology = scope.topology
+    device = scope.device
+    options, manifest = read()
+    options.combiner.check(topology.cells)
+    at = topology.coordinates(scope.rank)
+    text = f"{FORMAT_LINE}\t{EXCHANGE_FORMAT}\n(options)\t{options}\n"
+    axes: tuple[Axis, ...] = ()
+    tensors: RankTensors | None = None
+    if topology.cell_shape is None:
+        manifest.check_patterns()
+        check_gradients(manifest.model, scope.state, is_reduced_by_caller=is_reduced_by_caller)
+        axes = manifest.axes(topology, at)
+        text += str(manifest)
+    else:
+        tensors = describe_rank_tensors(manifest, topology, at, scope.first)
+    options.check_model(manifest, scope.gpu or device)
+    return RankModel(scope, options, manifest, axes=axes, tensors=tensors, text=text)
+
+
+def _compare_at_once(own: RankModel | None, group: Group) -> frozenset[str]:
+    """Compare in one message what is compared by several otherwise; return what is the same on all ranks.
+
+    Collective over the group. In a new group a message takes long, and the cells that are left after a loss wait for
+    these. As a rule all is alike. What is not, or what a rank cannot tell, is compared again by itself, which tells how
+    it differs.
+
+    :param own: What this rank knows; ``None`` if it has an error.
+    :param group: The ranks.
+    """
+    texts: dict[str, str | None] = {subject.value: None for subject in Subject}
+    if own is not None:
+        texts[Subject.MODELS] = own.text
+        texts[Subject.NUMBERS] = str(own.scope.state.activity.next_number)
+    if own is not None and own.tensors is None:
+        # If all ranks cut the tensors along the same axes, this is what each of them plans from.
+        axes = (own.axes,) * own.scope.topology.cells
+        expected = ComparedModels(
+            own.scope, own.options, own.manifest, axes=axes, replica_tensors=None, alike=frozenset()
+        )
+        texts[Subject.AXES] = repr(own.axes)
+        with suppress(XfflError):  # raised where it is compared by itself
+            texts[Subject.ARITHMETIC] = read_arithmetic(_arithmetic_of(expected))
+        with suppress(XfflError):
+            texts[Subject.PLANS] = plan_items(expected)[1]
+    alike = find_alike(texts, group)
+    return alike if Subject.AXES in alike else alike - {Subject.PLANS}
 
 
 def _holders_of(topology: Topology, replica_tensors: ReplicaTensors, name: str) -> list[int]:
@@ -128,25 +232,44 @@ def check_given(model: object, state: object) -> None:
         )
 
 
-def compare_processors(
-    scope: RoundScope, options: Options, manifest: Manifest, replica_tensors: ReplicaTensors | None
-) -> float:
+def compare_processors(compared: ComparedModels) -> float:
     """Compare how the ranks compute, and return the number of this rank's kind of processor; collective."""
-    server = options.server
-    places = [scope.device]
+    arithmetic = _arithmetic_of(compared)
+    if Subject.ARITHMETIC not in compared.alike:
+        compare_arithmetic(arithmetic, group=compared.scope.world)
+    return processor_number(*arithmetic.devices)
+
+
+def _arithmetic_of(compared: ComparedModels) -> Arithmetic:
+    """Return what rounds compute on this rank, and where; local."""
+    server = compared.options.server
+    devices = [compared.scope.device]
     if server is not None and server.device is not None:
-        places.append(torch.device(server.device))
-    moving: Sequence[TensorInfo] = manifest.moving if replica_tensors is None else replica_tensors.moving
-    compare_arithmetic(
-        places,
-        combiner=options.combiner,
+        devices.append(torch.device(server.device))
+    return Arithmetic(
+        devices,
+        combiner=compared.options.combiner,
         rule=None if server is None else server.rule,
-        codecs=[one for one in manifest.codecs.values() if one is not None],
-        cells=scope.topology.cells,
-        has_fp64=any(tensor.dtype in (torch.float64, torch.complex128) for tensor in moving),
-        group=scope.world,
+        codecs=[codec for codec in compared.manifest.codecs.values() if codec is not None],
+        cells=compared.scope.topology.cells,
+        has_fp64=any(tensor.dtype in (torch.float64, torch.complex128) for tensor in compared.moving),
     )
-    return processor_number(*places)
+
+
+def agree_on_number(compared: ComparedModels, world: Group | None) -> int:
+    """Return what tells an aggregator from all others that its ranks have: the highest number of any rank.
+
+    Collective over ``world``, the ranks that vote.
+    """
+
+    def agree(number: int) -> int:
+        if Subject.NUMBERS in compared.alike:
+            return number
+        highest = torch.tensor(number, dtype=torch.int64, device=control_device(world))
+        all_reduce(highest, dist.ReduceOp.MAX, world)
+        return int(highest)
+
+    return compared.scope.state.activity.number_aggregator(agree)
 
 
 def make_copies(home_device: torch.device | None) -> Copies:
@@ -154,20 +277,30 @@ def make_copies(home_device: torch.device | None) -> Copies:
     return HostCopies() if home_device is not None or torch.cuda.is_available() else Copies()
 
 
-def make_exchange(
-    scope: RoundScope,
-    options: Options,
-    manifest: Manifest,
-    axes: Sequence[Sequence[Axis]],
-    replica_tensors: ReplicaTensors | None,
-) -> Exchange:
+def plan_items(compared: ComparedModels) -> tuple[tuple[Item, ...], str]:
+    """Return the items of the plan of rounds, and a text that is the same on all ranks if their plans are; local."""
+    topology = compared.scope.topology
+    options = compared.options
+    least = options.bucket_bytes
+    items = compared.manifest.items(
+        topology, compared.axes, compared.replica_tensors, least_bytes=least, fragments=options.fragments
+    )
+    text = f"{digest(items, topology)}, {least} bytes a bucket, form={options.form_of_groups}, rails={options.rails}"
+    return items, text
+
+
+def make_exchange(compared: ComparedModels) -> Exchange:
     """Plan what this rank exchanges; make it and its groups."""
+    scope = compared.scope
+    options = compared.options
+    manifest = compared.manifest
+    axes = compared.axes
+    replica_tensors = compared.replica_tensors
     topology = scope.topology
     rank = scope.rank
-    least, fragments = options.bucket_bytes, options.fragments
-    items = manifest.items(topology, axes, replica_tensors, least_bytes=least, fragments=fragments)
-    plan = f"{digest(items, topology)}, {least} bytes a bucket, form={options.form_of_groups}, rails={options.rails}"
-    check_consistent("exchange plans", plan, group=scope.world)
+    items, plan = plan_items(compared)
+    if Subject.PLANS not in compared.alike:
+        check_consistent(Subject.PLANS.value, plan, group=scope.world)
     masker = None
     if options.secure is not None:
         masker = make_masker(options.secure, rank, topology, context=plan, group=scope.world)
@@ -192,7 +325,7 @@ def make_exchange(
         copies=make_copies(scope.home_device),
     )
     # The moving tensors of all shards in the plan's order, and None for one that this rank has not.
-    moving: Sequence[TensorInfo] = manifest.moving if replica_tensors is None else replica_tensors.moving
+    moving = compared.moving
     here = {entry.name: entry for entry in manifest.moving}
     entries: list[ModelTensor | None] = [here.get(tensor.name) for tensor in moving]
     reads_late = options.overlap or not options.atomic

@@ -1,24 +1,20 @@
-"""Engines that keep weights beside the tensors of a model: FSDP2 its gathered copies, ZeRO its master weights."""
+"""What keeps weights beside the tensors of a model, such as FSDP2 its gathered copies."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from xffl.parallel.zero_mark import find_masters
 
-if TYPE_CHECKING:
-    from xffl.parallel.zero_view import Masters
-
-__all__ = ["GatheredCopies", "MasterWeights", "WeightKeeper", "read_weights"]
+__all__ = ["GatheredCopies", "WeightKeeper", "read_weights"]
 
 
-class WeightKeeper:
-    """What an engine has to do before a round reads a model's tensors, and around its writing; does nothing here."""
+class WeightKeeper(Protocol):
+    """What an engine has to do before a round reads a model's tensors, and around its writing."""
 
     def before_read(self) -> None:
         """Bring the tensors that a round reads up to date. May be collective over the cell."""
@@ -46,26 +42,8 @@ class GatheredCopies(WeightKeeper):
         for module in self._modules:
             module.reshard()
 
-
-class MasterWeights(WeightKeeper):
-    """Reads ZeRO's master weights, which rounds move, and writes them."""
-
-    def __init__(self, masters: Masters) -> None:
-        self._masters = masters
-
-    def before_read(self) -> None:
-        """Read the masters; collective over the cell."""
-        self._masters.read()
-        self._masters.check()  # after what is collective
-
-    def before_write(self) -> None:
-        """Read again what local steps have changed since the round has read."""
-        self._masters.read_again()
-        self._masters.check()
-
     def after_write(self) -> None:
-        """Write the masters, and the model's weights from them."""
-        self._masters.write()
+        """Do nothing: the next step gathers the new values."""
 
 
 def read_weights(model: nn.Module) -> tuple[nn.Module, tuple[WeightKeeper, ...]]:
@@ -80,9 +58,7 @@ def read_weights(model: nn.Module) -> tuple[nn.Module, tuple[WeightKeeper, ...]]
     masters = find_masters(model)
     if masters is None:
         return model, tuple(keepers)
-    keeper = MasterWeights(masters)
-    with torch.inference_mode(False):
-        masters.read()
-    masters.check()  # after what is collective
-    keepers.append(keeper)
+    from xffl.aggregation.engine.master_weights import MasterWeights
+
+    keepers.append(MasterWeights(masters))
     return masters.view, tuple(keepers)

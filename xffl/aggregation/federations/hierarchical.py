@@ -21,18 +21,21 @@ from xffl.aggregation.aggregator import Aggregator
 from xffl.aggregation.algorithms.registry import make
 from xffl.aggregation.compression import Codec, codec_of
 from xffl.aggregation.engine.decision.consensus import RoundInput, checked_weight
-from xffl.aggregation.engine.groups import RoundScope, make_scope
+from xffl.aggregation.engine.groups import RoundScope, make_creator
 from xffl.aggregation.pending import PendingRound
 from xffl.aggregation.report import RoundReport
 from xffl.checks import did_you_mean, integer
 from xffl.distributed.consistency import barrier, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
-from xffl.distributed.groups import destroy_group
+from xffl.distributed.groups import destroy_group, make_groups
 from xffl.errors import CheckpointError, ConfigError, StateError, XfflError
 from xffl.naming import Writer
 from xffl.topology import REPLICATE_AXIS, Topology
 
 __all__ = ["Level", "Levels", "read_levels", "worlds_of"]
+
+ROUND_KINDS = ("federation", "replica", "federated")
+"""Kinds of groups that a round uses."""
 
 
 @dataclass
@@ -111,7 +114,7 @@ class Levels:
             given = tuple(_with_parts(number, level, options) for number, level in enumerate(given))
             share([(level.every, level.groups) for level in given])
         self.model = model
-        self._scopes = [make_scope(state, topology, first) for topology, first in worlds]
+        self._scopes = [_make_scope(state, topology, first) for topology, first in worlds]
         self._stages: list[_Stage] = []
         try:
             for number, (level, scope) in enumerate(zip(given, self._scopes, strict=True)):
@@ -342,6 +345,25 @@ def _with_parts(number: int, level: Level, options: Mapping[str, Any]) -> Level:
 
 def _is_spec(part: object) -> bool:
     return isinstance(part, (str, Mapping))
+
+
+def _make_scope(state: DistributedState, topology: Topology, first: int) -> RoundScope:
+    """Make the groups of a part of the world; collective over the world.
+
+    All parts that are made together have replicas of one size, so that every rank makes the same number of groups.
+    """
+    made: list[dist.ProcessGroup] = []
+    create = make_creator(state, made, first)
+    groups = make_groups(
+        create,
+        topology=topology,
+        rank=dist.get_rank() - first,
+        kinds=ROUND_KINDS,
+        handles=state.handle_count,
+    )
+    if topology.world_size < dist.get_world_size():
+        groups["world"] = (create(tuple(range(topology.world_size)), "xffl_part"),)
+    return RoundScope(state, topology=topology, first=first, groups=groups, own=tuple(made))
 
 
 def _make_stage(number: int, model: nn.Module, level: Level, scope: RoundScope, options: Mapping[str, Any]) -> _Stage:

@@ -9,7 +9,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from xffl.aggregation.steps.wrapped_optimizers import StepHook
-from xffl.compat.pytorch import enclosing_steps
+from xffl.compat.optimizer_steps import enclosing_steps
 from xffl.errors import ConfigError
 
 __all__ = ["outermost"]

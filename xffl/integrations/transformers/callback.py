@@ -18,6 +18,7 @@ from xffl.integrations.checkpoints import CellCheckpoints, WholeCheckpoint
 from xffl.integrations.first_model import take_model_of_first_cell, weights_put_aside
 from xffl.integrations.frozen import check_frozen
 from xffl.integrations.transformers.reference import check_reference
+from xffl.integrations.transformers.zero import take_engine
 from xffl.integrations.weights import BatchCount
 
 __all__ = ["TrainerRounds"]
@@ -96,14 +97,16 @@ class TrainerRounds(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, trainer_state: Any, control: Any, **kwargs: Any) -> None:
         """Begin with one model in all cells: optimizer, wrappers and checkpoint are there."""
-        model = self._trainer.model_wrapped
+        model, optimizer = self._trainer.model_wrapped, self._trainer.optimizer
+        if self._trainer.is_deepspeed_enabled:
+            model, optimizer = take_engine(model)
         if self._notes is not None:
             check_frozen(model, self.state, self._notes, seeding="call transformers.set_seed")
         if self.resumed is None and self.state.isolated is not None:
             take_model_of_first_cell(model, self.state)
         scaling = FederatedScaling(
             model,
-            self._trainer.optimizer,
+            optimizer,
             self.state,
             weight=self._take_count,
             on_round=self._note_round,

@@ -47,11 +47,6 @@ def check_arguments(trainer: Any) -> None:
             f"this process trains on {args.n_gpu} GPUs with DataParallel; start one process for each GPU, as xffl exec "
             "does"
         )
-    if trainer.is_deepspeed_enabled:
-        raise ConfigError(
-            "federate does not know DeepSpeed yet; shard the cell with FSDP2 (fsdp=True, fsdp_config={'version': 2}), "
-            "or make the rounds by xffl.FederatedScaling (DeepSpeed in the manual)"
-        )
 
 
 def check_loader(trainer: Any) -> None:

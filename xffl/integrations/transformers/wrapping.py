@@ -18,6 +18,7 @@ from xffl.integrations.checkpoints import CellCheckpoints
 from xffl.integrations.dealing import deal_out
 from xffl.integrations.transformers.refusals import check_arguments, check_loader
 from xffl.integrations.transformers.trainer_files import TrainerFiles
+from xffl.integrations.transformers.zero import check_engine
 from xffl.integrations.weights import BatchCount, find_count
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ def federate(
         from xffl.integrations.transformers.callback import TrainerRounds
 
     check_arguments(trainer)
+    check_engine(trainer)
     if data == "split":
         check_loader(trainer)
     if any(isinstance(callback, TrainerRounds) for callback in trainer.callback_handler.callbacks):

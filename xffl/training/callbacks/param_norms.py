@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from xffl.aggregation.engine.planning.tensors import tensors_of
 from xffl.aggregation.steps.wrapped_optimizers import unwrap
 from xffl.checks import integer
-from xffl.compat.pytorch import enclosing_steps
+from xffl.compat.optimizer_steps import enclosing_steps
 from xffl.distributed.consistency import gather_objects
 from xffl.distributed.norms import total_norm
 from xffl.distributed.sharding import local_tensor, reshard, sharded_parameters

@@ -15,7 +15,6 @@ from enum import Enum, auto
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from xffl.aggregation.algorithms.combiners import total_of
 from xffl.aggregation.engine.decision.unlike_votes import check_rounds
@@ -26,7 +25,7 @@ from xffl.aggregation.engine.votes import RoundStatus, VotePhase, VoteTree, by_c
 from xffl.aggregation.options import Options
 from xffl.aggregation.report import RoundProfile, RoundReport
 from xffl.checks import number
-from xffl.distributed.collectives import all_gather_json, all_reduce
+from xffl.distributed.collectives import all_gather_json
 from xffl.distributed.consistency import check_consistent, control_device
 from xffl.distributed.failures.waits import NamedWait
 from xffl.errors import ConfigError, RoundError, StateError, TornError, XfflError
@@ -200,7 +199,7 @@ class RoundPhase(Enum):
 
 
 class RoundCoordinator:
-    """The votes around an exchange, over the group of all ranks; making one is collective over that group.
+    """The votes around an exchange, over the group of all ranks.
 
     ==========================  =======================================================================================
     what happens                what follows
@@ -217,10 +216,22 @@ class RoundCoordinator:
 
     Where cells are worlds of their own, :class:`~xffl.aggregation.engine.decision.elastic_votes.ElasticCoordinator`
     decides otherwise where nobody gives anything, and lets a round wait that is in doubt.
+
+    :param exchange: What this rank exchanges.
+    :param scope: The ranks that vote.
+    :param options: The options of the rounds.
+    :param number: What tells the aggregator from all others that these ranks have; the same on all of them.
+    :param vote_tree: How a vote's messages go.
     """
 
     def __init__(
-        self, exchange: Exchange, scope: RoundScope, options: Options, *, vote_tree: type[VoteTree] = VoteTree
+        self,
+        exchange: Exchange,
+        scope: RoundScope,
+        options: Options,
+        number: int,
+        *,
+        vote_tree: type[VoteTree] = VoteTree,
     ) -> None:
         self._exchange = exchange
         self._topology = scope.topology
@@ -236,13 +247,7 @@ class RoundCoordinator:
         self._phase = RoundPhase.READY
         self.all_finished = False
         """Whether all ranks had finished when they last opened a round."""
-        self._number = scope.state.activity.number_aggregator(self._agree_on_number)
-
-    def _agree_on_number(self, number: int) -> int:
-        """Return what tells this aggregator from all others that these ranks have: the highest number of any rank."""
-        highest = torch.tensor(number, dtype=torch.int64, device=self._control_device)
-        all_reduce(highest, dist.ReduceOp.MAX, self._round_groups.world)
-        return int(highest)
+        self._number = number
 
     def check(self) -> None:
         """Raise StateError where a vote was cut off; local."""

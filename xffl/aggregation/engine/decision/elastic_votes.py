@@ -58,6 +58,7 @@ class ElasticCoordinator(RoundCoordinator):
     :param exchange: What this rank exchanges.
     :param scope: The ranks that vote.
     :param options: The options of the rounds, with ``atomic``.
+    :param number: What tells the aggregator from all others that these ranks have; the same on all of them.
     :param seal: Called on each rank after all have voted for a round, with the cells' weights. One rank publishes the
         record and returns what stands, the others ``NOT_ASKED``.
     """
@@ -67,10 +68,11 @@ class ElasticCoordinator(RoundCoordinator):
         exchange: Exchange,
         scope: RoundScope,
         options: Options,
+        number: int,
         *,
         seal: Callable[[tuple[float, ...]], Seal],
     ) -> None:
-        super().__init__(exchange, scope, options, vote_tree=FaultyVoteTree if is_planned() else VoteTree)
+        super().__init__(exchange, scope, options, number, vote_tree=FaultyVoteTree if is_planned() else VoteTree)
         self._seal = seal
         agreed = exchange.find(AgreedModel)
         self._hand_over = HandOver(exchange.way.combiner, None if agreed is None else agreed.global_model)

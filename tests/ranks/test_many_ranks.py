@@ -1,0 +1,95 @@
+"""What large worlds do otherwise, with eight real ranks that count as many: connections, and open files."""
+
+from __future__ import annotations
+
+import os
+import time
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import xffl
+from tests.ports import free_port
+from tests.ranks.test_session import be_rank
+from tests.rounds import aggregator_of
+from tests.worlds import run_world
+from xffl.compat import gloo_connections
+from xffl.compat.gloo_connections import LAZY_VARIABLE
+from xffl.compat.sockets import open_sockets
+from xffl.distributed.consistency import barrier, check_consistent, gather_objects
+from xffl.distributed.groups import new_group
+
+
+def counts_sockets(rank: int, world_size: int, port: int) -> tuple[int, int, int, float]:
+    """Return the sockets of a mesh, those of a large group, those that use has opened since, and a round's mean."""
+    be_rank(rank, world_size, port)
+    with mock.patch.object(gloo_connections, "MESH_LIMIT", 4), xffl.session(federated=(4, 4), timeout_s=60) as state:
+        assert LAZY_VARIABLE not in os.environ
+        joined = open_sockets()
+        mesh = new_group(range(world_size), 60.0, "xffl_mesh", has_messages=True)
+        with_mesh = open_sockets()
+        lazy = new_group(range(world_size), 60.0, "xffl_lazy")
+        with_both = open_sockets()
+        model = nn.Linear(64, 1, bias=False)
+        nn.init.constant_(model.weight, float(rank // 4))
+        aggregator_of(model, state).aggregate()
+        for group in (mesh, lazy, None):
+            check_consistent("a test", "the same", group=group)
+            gather_objects(rank, group)
+            for source in range(world_size):
+                dist.broadcast(torch.ones(1), source, group=group)
+            barrier(group)
+        opened = len(open_sockets() - with_both)
+        return len(with_mesh - joined), len(with_both - with_mesh), opened, float(model.weight.mean())
+
+
+def test_large_groups_open_the_connections_of_collectives_and_no_others() -> None:
+    # One socket listens. A barrier of 8 ranks has 5 neighbours of each: 1, 2 and 4 away, on both sides.
+    assert run_world(8, counts_sockets, free_port(), init=False) == [(1 + 7, 1 + 5, 0, 0.5)] * 8
+
+
+def call_again(call: str, group: dist.ProcessGroup) -> None:
+    """Make a call until it fails: a broadcast ends on ranks that hand nothing on."""
+    while True:
+        if call == "vote":
+            check_consistent("a test", "the same", group=group)
+        else:
+            dist.broadcast(torch.ones(1), 5, group=group)
+
+
+def loses_a_rank(rank: int, world_size: int, port: int, call: str) -> None:
+    """End with code 3 where the first call waits long for a rank that is gone."""
+    be_rank(rank, world_size, port)
+    with mock.patch.object(gloo_connections, "MESH_LIMIT", 4), xffl.session(timeout_s=30):
+        group = new_group(range(world_size), 30.0, "xffl_test")
+        if rank == 5:
+            os._exit(17)
+        begun = time.monotonic()
+        with pytest.raises(RuntimeError, match="closed by peer|reset by peer|Socket closed"):
+            call_again(call, group)
+        os._exit(3 if time.monotonic() - begun > 10 else 0)
+
+
+@pytest.mark.parametrize("call", ["vote", "broadcast"])
+def test_a_rank_that_is_lost_before_its_first_message_is_noticed_at_once(call: str) -> None:
+    begun = time.monotonic()
+    ended = run_world(8, loses_a_rank, free_port(), call, init=False, mortal=range(8))
+    assert ["exit code 17" in str(one) for one in ended] == [rank == 5 for rank in range(8)], ended
+    assert not [one for one in ended if "exit code 3" in str(one)], ended
+    assert time.monotonic() - begun < 25  # a group's timeout is 30 s
+
+
+def test_the_limit_counts_where_torch_can_and_the_user_has_not_decided(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(LAZY_VARIABLE, raising=False)
+    cases = [({}, True), ({LAZY_VARIABLE: "0"}, False), ({"GLOO_DEVICE_TRANSPORT": "TCP_TLS"}, False)]
+    assert [gloo_connections.is_lazy(257, environ) for environ, _ in cases] == [is_lazy for _, is_lazy in cases]
+    assert gloo_connections.is_lazy(2, {LAZY_VARIABLE: "1"}) and not gloo_connections.is_lazy(256, {})
+    with gloo_connections.connect_lazily(True):
+        assert os.environ[LAZY_VARIABLE] == "1"
+    assert LAZY_VARIABLE not in os.environ
+    monkeypatch.setenv(LAZY_VARIABLE, "0")
+    with gloo_connections.connect_lazily(True):
+        assert os.environ[LAZY_VARIABLE] == "0"

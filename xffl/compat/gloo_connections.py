@@ -1,0 +1,60 @@
+"""When gloo connects the ranks of a group: all of them to all when it is made, or two of them at their first message.
+
+In a mesh each rank stores 154 + 8 N bytes for a group of N ranks, reads that of all others, and keeps N - 1 sockets:
+at 4,096 ranks rank 0's store hands out 552 GB. torch 2.11 to 2.13 connect lazily if ``TORCH_GLOO_LAZY_INIT`` says so,
+which they read for each group that they make, and they take no option of a group in its place:
+https://github.com/pytorch/pytorch/blob/v2.11.0/torch/csrc/distributed/c10d/ProcessGroupGloo.cpp
+(``getDefaultGlooLazyInit``).
+
+Lazy connections are worse in two ways, so they are for large groups that run collectives alone. One side of a pair
+waits for the other to connect: it notices that this one is lost only after five times the group's timeout
+(``Pair::waitUntilConnected``), and not at once; and a message that is only to be started waits, too. A barrier opens
+all connections that gloo's other collectives use, but those of gathers to one rank and of all-to-all.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+__all__ = ["LAZY_VARIABLE", "MESH_LIMIT", "connect_lazily", "is_lazy"]
+
+LAZY_VARIABLE = "TORCH_GLOO_LAZY_INIT"
+"""torch's own variable."""
+MESH_LIMIT = 256
+"""Ranks of the largest group that is a mesh: 66,000 requests of rank 0's store, and 144 MB from it."""
+
+_TRUE = ("1", "y", "yes", "t", "true")
+"""What torch takes for yes, in capitals, too."""
+
+
+def is_lazy(size: int, environ: Mapping[str, str] = os.environ) -> bool:
+    """Tell whether a group of so many ranks, which runs collectives alone, is to connect lazily; local.
+
+    A value of the user's own decides for all sizes.
+    """
+    asked = environ.get(LAZY_VARIABLE)
+    if asked is not None:
+        return asked.lower() in _TRUE
+    # Connections over TLS, and those of other systems than Linux, refuse it.
+    is_possible = sys.platform == "linux" and environ.get("GLOO_DEVICE_TRANSPORT", "TCP").upper() == "TCP"
+    return is_possible and size > MESH_LIMIT
+
+
+@contextmanager
+def connect_lazily(asked: bool) -> Iterator[None]:
+    """Let the groups that are made in the block connect lazily if that is asked for; a value of the user's own stays.
+
+    :param asked: Whether it is.
+    :yield: Nothing.
+    """
+    if not asked or LAZY_VARIABLE in os.environ:
+        yield
+        return
+    os.environ[LAZY_VARIABLE] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[LAZY_VARIABLE]
