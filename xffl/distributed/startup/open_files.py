@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
 import resource
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
 from xffl.compat.gloo_connections import is_lazy
+from xffl.compat.sockets import count_open_files
 from xffl.errors import ConfigError
 
 __all__ = ["FileLimit", "connections_of_group", "files_of_groups", "files_of_store"]
@@ -39,7 +39,7 @@ class FileLimit:
             with suppress(OSError, ValueError):  # macOS has a lower one beside it
                 resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
                 soft = hard
-        return cls(_count_open(), math.inf if soft == resource.RLIM_INFINITY else soft)
+        return cls(count_open_files(), math.inf if soft == resource.RLIM_INFINITY else soft)
 
     def check(self, rank: int, world_size: int, files: int) -> None:
         """Raise ConfigError if a rank that opens so many files in a session cannot; local."""
@@ -66,11 +66,3 @@ def connections_of_group(size: int, *, has_messages: bool = False) -> int:
     if has_messages or not is_lazy(size):
         return size - 1
     return min(size - 1, 2 * math.ceil(math.log2(size)))
-
-
-def _count_open() -> int:
-    """Return how many files this process has open; 0 where that cannot be seen."""
-    try:
-        return len(os.listdir("/proc/self/fd"))
-    except OSError:
-        return 0
