@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
+import resource
 import time
 from unittest import mock
 
@@ -21,6 +24,8 @@ from xffl.compat.gloo_connections import LAZY_VARIABLE
 from xffl.compat.sockets import open_sockets
 from xffl.distributed.consistency import barrier, check_consistent, gather_objects
 from xffl.distributed.groups import new_group
+from xffl.distributed.startup.open_files import FileLimit, files_of_groups
+from xffl.errors import ConfigError
 
 
 def counts_sockets(rank: int, world_size: int, port: int) -> tuple[int, int, int, float]:
@@ -93,3 +98,38 @@ def test_the_limit_counts_where_torch_can_and_the_user_has_not_decided(monkeypat
     monkeypatch.setenv(LAZY_VARIABLE, "0")
     with gloo_connections.connect_lazily(True):
         assert os.environ[LAZY_VARIABLE] == "0"
+
+
+def _open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def opens_few_files(rank: int, world_size: int, port: int, next_port: int) -> tuple[str, list[int]]:
+    """Return why the session of a rank with a low hard limit is refused, and the limits of one with a higher one."""
+    be_rank(rank, world_size, port)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (_open_files() + 5, 200))
+    with xffl.session(federated=(4, 4), timeout_s=60) as state:
+        assert state.topology.cells == 2
+    raised = [*resource.getrlimit(resource.RLIMIT_NOFILE)]
+    most = _open_files() + 30  # rank 0 needs 47, the others 24
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    be_rank(rank, world_size, next_port)
+    with pytest.raises(ConfigError) as refused, xffl.session(federated=(4, 4), timeout_s=60):
+        pass
+    return str(refused.value), raised
+
+
+def test_a_session_raises_the_limit_of_open_files_and_tells_what_it_needs() -> None:
+    told = run_world(8, opens_few_files, free_port(), free_port(), init=False)
+    assert [limits for _, limits in told] == [[200, 200]] * 8
+    text, *others = {text.partition(" (first told")[0] for text, _ in told}
+    assert not others
+    assert re.search(r"rank 0 of 8 needs \d+ open files for its connections, but may have \d+, the hard limit", text)
+
+
+def test_what_a_session_needs_grows_with_its_groups() -> None:
+    assert files_of_groups([8]) == 4 + 7 and files_of_groups([4, 2]) == 2 * 4 + 3 + 1
+    assert files_of_groups([1024]) == 4 + 20 and files_of_groups([1024], has_messages=True) == 4 + 1023
+    FileLimit(10, math.inf).check(0, 2, 10**6)
+    with pytest.raises(ConfigError, match="rank 3 of 8 needs 31 open files .* may have 30"):
+        FileLimit(10, 30).check(3, 8, 21)

@@ -47,7 +47,14 @@ from xffl.compat.pytorch import (
     is_profiling,
     memory_of,
 )
-from xffl.compat.sockets import find_connections, limit_silence, name_of_socket, open_sockets, sockets_opened_since
+from xffl.compat.sockets import (
+    count_open_files,
+    find_connections,
+    limit_silence,
+    name_of_socket,
+    open_sockets,
+    sockets_opened_since,
+)
 
 FILES = sorted(path for path in Path(xffl.compat.__file__).parent.glob("*.py") if path.stem != "__init__")
 
@@ -268,7 +275,9 @@ def test_torch_gives_a_group_the_name_of_one_that_there_is(tmp_path: Path) -> No
 
 def test_sockets_of_libraries_are_found_among_those_of_the_process() -> None:
     before = open_sockets()
+    files = count_open_files()
     with socket.create_server(("127.0.0.1", 0)) as server:
+        assert count_open_files() == files + 1
         here = server.getsockname()[1]
         with socket.create_connection(("127.0.0.1", here)) as one, server.accept()[0] as other:
             opened = sockets_opened_since(before)

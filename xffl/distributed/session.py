@@ -39,6 +39,7 @@ from xffl.distributed.distributed_state import (
 from xffl.distributed.failures.uncaught import keep_store, note_end, tell_once
 from xffl.distributed.groups import (
     ON_GPUS,
+    STREAMED,
     check_backend,
     check_device,
     check_link_backend,
@@ -55,6 +56,8 @@ from xffl.distributed.startup.meeting import (
     note_meeting_failed,
     world_store,
 )
+from xffl.distributed.startup.open_files import FileLimit, files_of_groups, files_of_store
+from xffl.distributed.startup.stores import has_agents_store
 from xffl.errors import ConfigError, LaunchError, StateError, XfflError
 from xffl.topology import Topology
 
@@ -250,8 +253,15 @@ def setup_distributed_process_group(
         keep_gloo_local()
     if place.world_size > 1:
         tell_once()
+    files = FileLimit.raised()
+    is_own_address = master_addr is not None or master_port is not None
+    store_files = 1 if has_agents_store(place) and not is_own_address else files_of_store(place.rank, place.world_size)
+    if place.world_size > 1:
+        files.check(place.rank, place.world_size, store_files)  # with fewer the ranks cannot even meet
     ask = partial(
         _request,
+        files=files,
+        store_files=store_files,
         backend=backend,
         device=device,
         federated=federated,
@@ -266,7 +276,7 @@ def setup_distributed_process_group(
             meeting = meet(
                 place,
                 join_s,
-                is_own_address=master_addr is not None or master_port is not None,
+                is_own_address=is_own_address,
                 is_patient=join_timeout_s is not None,
             )
             place, request = agree_on_store(meeting, place, ask, timeout_s=join_s, error=error)
@@ -405,6 +415,8 @@ class _Request:
 def _request(
     place: ProcessEnvironment,
     *,
+    files: FileLimit,
+    store_files: int,
     backend: str | None,
     device: torch.device | str | int | None,
     federated: Federation | None,
@@ -414,7 +426,10 @@ def _request(
     parameters: DeviceParameters | None,
     link_backend: str | None,
 ) -> _Request:
-    """Fill in what was not asked for, from the environment and the machine."""
+    """Fill in what was not asked for, from the environment and the machine.
+
+    ``store_files`` tells how many files a store of all ranks needs here.
+    """
     default = "cuda" if torch.cuda.is_available() else "cpu"
     chosen = check_device("device", default if device is None else device)
     if chosen == torch.device("cuda"):  # without an index
@@ -444,7 +459,31 @@ def _request(
     if not isinstance(sizes, str):
         with sources_named(sources):
             _resolve_mesh(request, place.world_size, sizes)  # raises what is wrong before the ranks join
+    if place.world_size > 1:
+        files.check(place.rank, place.world_size, _count_files(place, request, store_files))
     return request
+
+
+def _count_files(place: ProcessEnvironment, request: _Request, store_files: int) -> int:
+    """Return how many files a session opens in this rank at once: while it joins, or when its groups are made."""
+    stores_and_world = store_files
+    if "gloo" in (request.link_backend or request.backend):
+        stores_and_world += files_of_groups([place.world_size])
+    joining = store_files + stores_and_world  # the store of the meeting is still open
+    if request.federated is None or isinstance(request.federated, str):
+        return joining
+    try:
+        hsdp, shape = _resolve_mesh(request, place.world_size, request.federated)
+        groups = Topology(place.world_size, request.federated, hsdp, shape).groups_of(place.rank)
+    except XfflError:  # raised when the ranks have compared what they ask for
+        return joining
+    made = 0
+    for group in groups:
+        is_crossing = group.kind == "federated"
+        if "gloo" in (request.link_backend if is_crossing and request.link_backend else request.backend):
+            handles = (request.streams or 1) if group.kind in STREAMED else 1
+            made += handles * files_of_groups([len(group.ranks)], has_messages=is_crossing)
+    return max(joining, stores_and_world + made)
 
 
 def _resolve_mesh(
