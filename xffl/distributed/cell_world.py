@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from xffl.distributed.cross_world import CrossWorldGroup
-from xffl.distributed.distributed_state import DistributedState, cell_world_of, set_cell_world
 from xffl.distributed.isolated_cell import IsolatedCell
 from xffl.distributed.parameters import ElasticParameters
 from xffl.errors import StateError
 from xffl.journal.cell import CellJournal
 from xffl.topology import REPLICATE_AXIS, DataPlace, Topology
 
-__all__ = ["CellWorld", "set_meeting_timeout"]
+__all__ = ["CellWorld"]
 
 
 @dataclass(frozen=True)
@@ -83,14 +82,3 @@ class CellWorld:
         if shape is not None and not has_one_shape:  # cells of other sizes have other numbers of replicas
             shape = tuple((name, -1 if name == REPLICATE_AXIS else size) for name, size in dict(shape).items())
         return Topology(sum(self.sizes), self.sizes, replica, shape)
-
-
-def set_meeting_timeout(state: DistributedState, timeout_s: float) -> None:
-    """Say how long this cell waits for others to make a round with; local. Nothing changes without an elastic cell.
-
-    :param state: The rank's state.
-    :param timeout_s: The seconds.
-    """
-    world = cell_world_of(state)
-    if world is not None and world.elastic is not None:
-        set_cell_world(state, replace(world, elastic=replace(world.elastic, meeting_timeout_s=timeout_s)))

@@ -25,6 +25,7 @@ from xffl.cluster.environment import checks_world
 from xffl.cluster.network import Timeouts
 from xffl.cluster.sizes import read_federation, read_replica_size
 from xffl.distributed.activity import RunActivity
+from xffl.distributed.cell_world import CellWorld
 from xffl.distributed.consistency import run_on_all_ranks
 from xffl.distributed.groups import (
     ALL_KINDS,
@@ -43,7 +44,6 @@ from xffl.errors import ConfigError, StateError, TopologyError
 from xffl.topology import DataPlace, Topology
 
 if TYPE_CHECKING:
-    from xffl.distributed.cell_world import CellWorld
     from xffl.distributed.cross_world import CrossWorldGroup
     from xffl.distributed.failures.world_check import WorldCheck
     from xffl.distributed.isolated_cell import IsolatedCell

@@ -27,8 +27,7 @@ from xffl.aggregation.rounds.hooks import LoopHooks
 from xffl.checks import index_of, integer_fields, number, one_of
 from xffl.cluster.recognition.find import find_launcher
 from xffl.cluster.sizes_text import parse_cell
-from xffl.distributed.cell_world import set_meeting_timeout
-from xffl.distributed.distributed_state import set_data_place
+from xffl.distributed.distributed_state import cell_world_of, set_cell_world, set_data_place
 from xffl.distributed.sharding import sharded_parameters
 from xffl.errors import ConfigError, StateError, XfflError
 from xffl.files import make_folders, write_whole
@@ -221,8 +220,10 @@ class FederatedMixin(ValidationMixin):
                 "out, which is for scripts and for trainers of other frameworks"
             )
         meeting_timeout_s = self.section("federation", FederationConfig).meeting_timeout_s
-        if meeting_timeout_s is not None:
-            set_meeting_timeout(self.state, meeting_timeout_s)
+        world = cell_world_of(self.state)
+        if meeting_timeout_s is not None and world is not None and world.elastic is not None:
+            elastic = replace(world.elastic, meeting_timeout_s=meeting_timeout_s)
+            set_cell_world(self.state, replace(world, elastic=elastic))
         lone = self.lone_cell()
         if lone is not None:
             self.world.lone_cell = lone[0]
