@@ -7,7 +7,7 @@ import math
 import numbers
 import operator
 import unicodedata
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 from xffl.errors import ConfigError, XfflError
@@ -16,7 +16,6 @@ __all__ = [
     "closest",
     "decimal",
     "did_you_mean",
-    "flattened",
     "group",
     "index_of",
     "integer",
@@ -192,20 +191,6 @@ def group(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
     for key, value in pairs:
         groups.setdefault(key, []).append(value)
     return groups
-
-
-def flattened(plain: Mapping[Any, Any], prefix: str = "", depth: int = 20) -> dict[str, Any]:
-    """Return the values of nested mappings by their dotted names, of which an empty mapping is one.
-
-    What is nested deeper is a value, too: YAML can nest a mapping in itself.
-    """
-    values: dict[str, Any] = {}
-    for name, value in plain.items():
-        if isinstance(value, Mapping) and value and depth:
-            values |= flattened(value, f"{prefix}{name}.", depth - 1)
-        else:
-            values[f"{prefix}{name}"] = value
-    return values
 
 
 def index_of(value: Any) -> int | None:

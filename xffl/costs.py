@@ -1,4 +1,4 @@
-"""Arithmetic that ranks and forecasts share: the form of an exchange, its pipeline and format, layers of stages.
+"""Arithmetic that ranks and forecasts share: the form of an exchange, its pipeline and format.
 
 Without torch, so that ``xffl plan`` forecasts what the ranks will do.
 """
@@ -19,7 +19,6 @@ __all__ = [
     "TINY_FOR_TWO",
     "form_of",
     "format_refusal",
-    "layers_of_stages",
     "own_format",
     "pipeline_depth",
 ]
@@ -90,14 +89,3 @@ def pipeline_depth(nbytes: float, count: float, cells: int, form: str) -> int:
     # A third of them at most, so that the work on the others and their way inside the cell overlap these.
     most = min(MOST_IN_FLIGHT, count / 3, IN_FLIGHT_BYTES / arriving if arriving else IN_FLIGHT)
     return max(IN_FLIGHT, int(most))
-
-
-def layers_of_stages(layers: int, stages: int) -> list[int]:
-    """Deal layers out to the stages of a pipeline, evenly, where the embedding and the head count as a layer each."""
-    counts = [1] * stages
-    loads = [1 + (stage == 0) + (stage == stages - 1) for stage in range(stages)]
-    for _ in range(layers - stages):
-        lightest = loads.index(min(loads))
-        counts[lightest] += 1
-        loads[lightest] += 1
-    return counts

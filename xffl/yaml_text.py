@@ -7,13 +7,14 @@ YAML 1.2 hold. Plain values only: no tag makes an object.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
 
 from xffl.json_text import DEPTH_LIMIT, has_surrogate, number_of_digits
 
-__all__ = ["YAML_LIMIT", "compose_yaml", "parse_yaml", "write_yaml"]
+__all__ = ["YAML_LIMIT", "compose_yaml", "flattened", "parse_yaml", "write_yaml"]
 
 YAML_LIMIT = 2**19
 """The most characters of a YAML text, and of what it holds with its aliases written out; PyYAML takes seconds for it"""
@@ -153,3 +154,17 @@ def _reason(error: yaml.YAMLError) -> str:
     problem = " ".join(str(getattr(error, "problem", None) or error).split())[:300]
     place = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
     return f"{place}{problem}"
+
+
+def flattened(plain: Mapping[Any, Any], prefix: str = "", depth: int = 20) -> dict[str, Any]:
+    """Return the values of nested mappings by their dotted names, of which an empty mapping is one.
+
+    What is nested deeper is a value, too: YAML can nest a mapping in itself.
+    """
+    values: dict[str, Any] = {}
+    for name, value in plain.items():
+        if isinstance(value, Mapping) and value and depth:
+            values |= flattened(value, f"{prefix}{name}.", depth - 1)
+        else:
+            values[f"{prefix}{name}"] = value
+    return values

@@ -36,7 +36,7 @@ from xffl.aggregation.steps.wrapped_optimizers import StepHook, steps_may_nest
 from xffl.checks import integer
 from xffl.compat.pytorch import is_in_backward
 from xffl.distributed.consistency import run_on_all_ranks
-from xffl.distributed.distributed_state import DistributedState
+from xffl.distributed.distributed_state import DistributedState, cell_world_of
 from xffl.errors import CheckpointError, ConfigError, StateError, XfflError
 
 if TYPE_CHECKING:
@@ -139,8 +139,7 @@ class FederatedScaling:
             config = parse_round_config(model, optimizers, asked, cells=cells, weight=weight)
             tell(f"{config}, weighed={weight is not None}")
             rounds = choose_rounds(model, state, config, asked)
-        has_others = state.lone_cell is not None or state.isolated is not None
-        is_alone = state.topology.cells == 1 and not state.is_federated_scaling_setup() and not has_others
+        is_alone = state.topology.cells == 1 and not state.is_federated_scaling_setup() and cell_world_of(state) is None
         if is_alone and state.is_first_of_job:
             print(NO_CELLS, file=sys.stderr, flush=True)  # a federation of one cell was reported at its set-up
         self.meetings = 0

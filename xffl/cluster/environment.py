@@ -241,26 +241,13 @@ def accept_cells(
     A line is said, too, where sizes are only given by the variable that alpha-unito/xffl reads them from.
     """
     check_cells(cells, required, asked)
-    if asked is None and is_speaker and (line := _foreign_sizes()) is not None:
-        print(line, file=sys.stderr, flush=True)
+    if asked is None and is_speaker:
+        from xffl.cluster.foreign_sizes import tell_foreign_sizes
+
+        tell_foreign_sizes()
     # To ranks that xffl exec starts it has said so already.
     if asked is not None and cells == 1 and is_speaker and os.environ.get("XFFL_LAUNCHED_CELLS") != "1":
         print(lone_cell(asked, world_size), file=sys.stderr, flush=True)
-
-
-FOREIGN_SIZES = "XFFL_FEDERATED_LOCAL_WORLD_SIZE"
-"""What alpha-unito/xffl reads the sizes of cells from."""
-
-
-def _foreign_sizes(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the line for sizes that nothing reads; ``None`` without any, and in a job that is one of several cells."""
-    text = environ.get(FOREIGN_SIZES, "").strip()
-    if not text or environ.get("XFFL_FEDERATED", "").strip() or environ.get("XFFL_CELL", "").strip():
-        return None
-    return (
-        f"xffl: {FOREIGN_SIZES}={text} has no effect: alpha-unito/xffl reads the sizes of cells from it, this package "
-        f"from XFFL_FEDERATED; set XFFL_FEDERATED={text}"
-    )
 
 
 def checks_world(environ: Mapping[str, str] = os.environ) -> bool:

@@ -5,26 +5,22 @@ from __future__ import annotations
 import os
 import socket
 import struct
-from collections.abc import Iterator, Mapping, MutableMapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
-from xffl.checks import number
 from xffl.errors import ConfigError, LaunchError
 
 __all__ = [
-    "CELL_HEARTBEAT_TIMEOUT_S",
-    "CELL_JOIN_TIMEOUT_S",
+    "GLOO_VARIABLE",
     "LOCAL_VARIABLE",
     "LOOPBACK",
     "SLURM_PORTS",
     "Interface",
     "Timeouts",
     "control_address",
-    "gloo_beyond_this_host",
     "host_identity",
     "interface_address",
     "is_loopback",
@@ -37,6 +33,9 @@ __all__ = [
 LOOPBACK = "127.0.0.1"
 """The address of this host that only its own processes reach."""
 
+GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
+"""The interface that gloo takes."""
+
 LOCAL_VARIABLE = "XFFL_LOCAL_IFNAME"
 """The interface that a session has given gloo by itself, since all of its ranks are on one host. It is in the
 environment beside ``GLOO_SOCKET_IFNAME``, so that jobs which the script starts do not take it for the user's choice."""
@@ -44,14 +43,7 @@ environment beside ``GLOO_SOCKET_IFNAME``, so that jobs which the script starts 
 SLURM_PORTS = (20000, 31999)
 """Where the rendezvous of a SLURM step lies, see :mod:`xffl.cluster.recognition.launchers`."""
 
-CELL_HEARTBEAT_TIMEOUT_S = 2
-"""Seconds without a heartbeat after which a cell of an elastic federation counts as lost; cells look again for one that
-they miss after as long."""
-CELL_JOIN_TIMEOUT_S = 20
-"""Seconds that a cell which is late for a round, but lives, is waited for."""
-
 _CONNECT_S = 30.0
-_GLOO = "GLOO_SOCKET_IFNAME"
 _SIOCGIFADDR = 0x8915  # Linux: ask a socket for the IPv4 address of an interface
 _INTERFACES = Path("/sys/class/net")
 
@@ -164,30 +156,18 @@ def use_interface(name: str | None, environ: MutableMapping[str, str] = os.envir
 
 def keep_gloo_local(environ: MutableMapping[str, str] = os.environ) -> None:
     """Let gloo listen on loopback in this process, unless an interface is named; :func:`release_gloo` takes it back."""
-    if environ.get(_GLOO):
+    if environ.get(GLOO_VARIABLE):
         return
     loopback = next((one.name for one in list_interfaces() if one.is_up and one.address == LOOPBACK), None)
     if loopback is not None:
-        environ.update({_GLOO: loopback, LOCAL_VARIABLE: loopback})
+        environ.update({GLOO_VARIABLE: loopback, LOCAL_VARIABLE: loopback})
 
 
 def release_gloo(environ: MutableMapping[str, str] = os.environ) -> None:
     """Take back what :func:`keep_gloo_local` has set, here or in a process above this one."""
     local = environ.pop(LOCAL_VARIABLE, None)
-    if local is not None and environ.get(_GLOO) == local:
-        del environ[_GLOO]
-
-
-@contextmanager
-def gloo_beyond_this_host(store: str, environ: MutableMapping[str, str] = os.environ) -> Iterator[None]:
-    """Let gloo listen while the block runs where ranks at other hosts reach it, unless their store is on loopback."""
-    kept = {name: environ[name] for name in (_GLOO, LOCAL_VARIABLE) if name in environ}
-    try:
-        if not is_loopback(store):
-            release_gloo(environ)
-        yield
-    finally:
-        environ.update(kept)
+    if local is not None and environ.get(GLOO_VARIABLE) == local:
+        del environ[GLOO_VARIABLE]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,10 +205,6 @@ class Timeouts:
             across_s=session_s * 3 / 4,
             session_s=float(session_s),
         )
-
-
-check_timeout = partial(number, "timeout_s", above=0, below=1e9, hint="give seconds, such as 600")
-"""Returns the seconds after which a session gives up."""
 
 
 def _check_seconds(name: str, value: object) -> None:

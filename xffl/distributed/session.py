@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
+from xffl.checks import number
 from xffl.cluster.environment import (
     ProcessEnvironment,
     accept_cells,
@@ -26,7 +27,7 @@ from xffl.cluster.environment import (
     sources_named,
 )
 from xffl.cluster.hardware import pick_gpu
-from xffl.cluster.network import Timeouts, check_timeout, keep_gloo_local, release_gloo, use_interface
+from xffl.cluster.network import Timeouts, keep_gloo_local, release_gloo, use_interface
 from xffl.cluster.sizes import Federation, read_federation, read_replica_size
 from xffl.distributed.consistency import barrier, gather_runtimes, run_on_all_ranks
 from xffl.distributed.distributed_state import (
@@ -69,6 +70,9 @@ __all__ = [
     "session",
     "setup_distributed_process_group",
 ]
+
+check_timeout = partial(number, "timeout_s", above=0, below=1e9, hint="give seconds, such as 600")
+"""Returns the seconds after which a session gives up."""
 
 _ARGUMENTS = {
     "node_local_rank": "group_local_rank",

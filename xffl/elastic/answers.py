@@ -12,7 +12,7 @@ from datetime import timedelta
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from xffl.cluster.network import CELL_HEARTBEAT_TIMEOUT_S
+from xffl.cluster.lighthouse.timeouts import CELL_HEARTBEAT_TIMEOUT_S
 from xffl.cluster.run_token import PROOF_KEY
 
 __all__ = ["Answers", "ask_store", "knock"]

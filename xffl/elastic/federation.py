@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from xffl.cluster.lighthouse.address import bind_address, resolve_lighthouse
-from xffl.cluster.network import CELL_HEARTBEAT_TIMEOUT_S, CELL_JOIN_TIMEOUT_S
+from xffl.cluster.lighthouse.timeouts import CELL_HEARTBEAT_TIMEOUT_S, CELL_JOIN_TIMEOUT_S
 from xffl.cluster.run_token import PROOF_KEY, prove_token, token_of
 from xffl.cluster.runtimes import Runtime, group_by_runtime
 from xffl.distributed.consistency import compute_device, control_device, own_runtime, run_on_all_ranks

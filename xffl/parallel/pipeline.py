@@ -14,11 +14,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from xffl.checks import integer, one_of
-from xffl.costs import layers_of_stages
 from xffl.distributed.consistency import check_consistent
 from xffl.distributed.parameters import SCHEDULES
 from xffl.distributed.sharding import reshard
 from xffl.errors import ConfigError, StateError
+from xffl.planning.stages import layers_of_stages
 
 __all__ = ["PipelineModel", "Skip", "split_model"]
 

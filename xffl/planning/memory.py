@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from xffl.checks import integer_fields, number, one_of
-from xffl.costs import layers_of_stages
 from xffl.errors import ConfigError
+from xffl.planning.stages import layers_of_stages
 
 __all__ = ["MEMORY_ASSUMPTIONS", "Amount", "ModelSize", "Share", "TrainingSize", "rank_memory", "total_bytes"]
 

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from xffl.checks import flattened, shorten
+from xffl.checks import shorten
 from xffl.errors import ConfigError, TopologyError
 from xffl.files import TEXT_FILE_LIMIT, open_regular, read_bytes
 from xffl.json_text import parse_json
 from xffl.planning.text import counted
 from xffl.reading import COUNT_LIMIT
 from xffl.topology import Topology
-from xffl.yaml_text import parse_yaml
+from xffl.yaml_text import flattened, parse_yaml
 
 if TYPE_CHECKING:
     from xffl.run_report.elastic import History

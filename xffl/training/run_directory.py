@@ -40,7 +40,7 @@ import torch.distributed as dist
 from xffl import __version__
 from xffl.checkpoint.damage import check_damage
 from xffl.checkpoint.manager import FOLDER, check_checkpoints, find_latest_checkpoint
-from xffl.checks import decimal, flattened, shown
+from xffl.checks import decimal, shown
 from xffl.cluster.hardware import describe_host
 from xffl.costs import EXCHANGE_FORMAT
 from xffl.distributed.consistency import gather_objects, gather_runtimes, run_on_all_ranks
@@ -53,7 +53,7 @@ from xffl.reading import Fields
 from xffl.training.config.settings import to_plain
 from xffl.training.loggers import HEADER, cut_lines
 from xffl.training.run_lock import run_lock
-from xffl.yaml_text import parse_yaml, write_yaml
+from xffl.yaml_text import flattened, parse_yaml, write_yaml
 
 __all__ = ["RunDirectory", "flattened", "on_all_ranks", "plain_config", "rank_log", "run_lock"]
 

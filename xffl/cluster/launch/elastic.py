@@ -30,7 +30,8 @@ from xffl.cluster.launch.job_layout import JobLayout
 from xffl.cluster.launch.launch import held_port
 from xffl.cluster.launch.runner import RankJob
 from xffl.cluster.lighthouse.address import ADDRESS_BYTES, bind_address, read_address, restarts_of
-from xffl.cluster.network import CELL_HEARTBEAT_TIMEOUT_S, CELL_JOIN_TIMEOUT_S, control_address, host_identity
+from xffl.cluster.lighthouse.timeouts import CELL_HEARTBEAT_TIMEOUT_S, CELL_JOIN_TIMEOUT_S
+from xffl.cluster.network import control_address, host_identity
 from xffl.cluster.reaching import connection_error
 from xffl.cluster.slurm.allocation import Host, own_host
 from xffl.compat.libc import die_with_parent

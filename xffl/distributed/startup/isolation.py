@@ -29,7 +29,7 @@ from xffl.cluster.environment import (
 from xffl.cluster.hosts import reachable_address
 from xffl.cluster.launch.affinity import visible_gpus
 from xffl.cluster.launch.launch import held_port
-from xffl.cluster.network import LOOPBACK, check_timeout, control_address, use_interface
+from xffl.cluster.network import LOOPBACK, control_address, use_interface
 from xffl.cluster.recognition.launchers import torchrun_variables
 from xffl.cluster.sizes import Federation, read_federation
 from xffl.distributed.cell_world import CellWorld
@@ -38,6 +38,7 @@ from xffl.distributed.distributed_state import DEFAULT_TIMEOUT_S, DistributedSta
 from xffl.distributed.failures.uncaught import tell_once
 from xffl.distributed.isolated_cell import IsolatedCell, read_isolated_cell
 from xffl.distributed.job_ranks import join_job
+from xffl.distributed.session import check_timeout
 from xffl.distributed.startup.joining import join_store
 from xffl.distributed.startup.meeting import (
     agree_on_store,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from xffl.cluster.environment import FOREIGN_SIZES
+from xffl.cluster.foreign_sizes import FOREIGN_SIZES
 from xffl.cluster.network import LOCAL_VARIABLE
 
 __all__ = ["requested_settings"]
