@@ -49,7 +49,7 @@ ROWS = {
     "trl-newest": Row(
         dict.fromkeys(("trl", "transformers", "accelerate", "peft", "datasets"), NEWEST), "trl,lora", TRL
     ),
-    "lightning-oldest": Row({"lightning": "2.5.*"}, "lightning", LIGHTNING),
+    "lightning-oldest": Row({"lightning": "2.6.0"}, "lightning", LIGHTNING),
     "lightning-newest": Row({"lightning": NEWEST}, "lightning", LIGHTNING),
 }
 SCRIPT = (
