@@ -9,7 +9,8 @@ https://github.com/pytorch/pytorch/blob/v2.11.0/torch/csrc/distributed/c10d/Proc
 Lazy connections are worse in two ways, so they are for large groups that run collectives alone. One side of a pair
 waits for the other to connect: it notices that this one is lost only after five times the group's timeout
 (``Pair::waitUntilConnected``), and not at once; and a message that is only to be started waits, too. A barrier opens
-all connections that gloo's other collectives use, but those of gathers to one rank and of all-to-all.
+all connections that gloo's other collectives use, but those of gathers to one rank and of all-to-all. The votes of
+rounds message single ranks of the world, too: these connect in the first round, in an order that no rank waits in vain.
 """
 
 from __future__ import annotations
