@@ -47,8 +47,10 @@ def counts_sockets(rank: int, world_size: int, port: int) -> tuple[int, int, int
             for source in range(world_size):
                 dist.broadcast(torch.ones(1), source, group=group)
             barrier(group)
-        opened = len(open_sockets() - with_both)
-        return len(with_mesh - joined), len(with_both - with_mesh), opened, float(model.weight.mean())
+        opened = len(open_sockets().keys() - with_both)
+        of_mesh = len(with_mesh.keys() - joined)
+        of_lazy = len(with_both.keys() - with_mesh)
+        return of_mesh, of_lazy, opened, float(model.weight.mean())
 
 
 def test_large_groups_open_the_connections_of_collectives_and_no_others() -> None:
