@@ -6,6 +6,7 @@ import math
 import os
 import re
 import resource
+import sys
 import time
 from unittest import mock
 
@@ -127,6 +128,17 @@ def test_a_session_raises_the_limit_of_open_files_and_tells_what_it_needs() -> N
     text, *others = {text.partition(" (first told")[0] for text, _ in told}
     assert not others
     assert re.search(r"rank 0 of 8 needs \d+ open files for its connections, but may have \d+, the hard limit", text)
+
+
+@mock.patch.dict(os.environ)
+def test_a_rank_that_cannot_open_its_store_leaves_the_environment_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    be_rank(0, 2, free_port())
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(FileLimit, "raised", lambda: FileLimit(used=0, most=5))
+    before = dict(os.environ)
+    with pytest.raises(ConfigError, match="rank 0 of 2 needs 12 open files"), xffl.session(timeout_s=60):
+        pass
+    assert dict(os.environ) == before
 
 
 def test_what_a_session_needs_grows_with_its_groups() -> None:
