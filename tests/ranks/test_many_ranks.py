@@ -6,6 +6,7 @@ import math
 import os
 import re
 import resource
+import sys
 import time
 from unittest import mock
 
@@ -47,8 +48,10 @@ def counts_sockets(rank: int, world_size: int, port: int) -> tuple[int, int, int
             for source in range(world_size):
                 dist.broadcast(torch.ones(1), source, group=group)
             barrier(group)
-        opened = len(open_sockets() - with_both)
-        return len(with_mesh - joined), len(with_both - with_mesh), opened, float(model.weight.mean())
+        opened = len(open_sockets().keys() - with_both)
+        of_mesh = len(with_mesh.keys() - joined)
+        of_lazy = len(with_both.keys() - with_mesh)
+        return of_mesh, of_lazy, opened, float(model.weight.mean())
 
 
 def test_large_groups_open_the_connections_of_collectives_and_no_others() -> None:
@@ -125,6 +128,17 @@ def test_a_session_raises_the_limit_of_open_files_and_tells_what_it_needs() -> N
     text, *others = {text.partition(" (first told")[0] for text, _ in told}
     assert not others
     assert re.search(r"rank 0 of 8 needs \d+ open files for its connections, but may have \d+, the hard limit", text)
+
+
+@mock.patch.dict(os.environ)
+def test_a_rank_that_cannot_open_its_store_leaves_the_environment_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    be_rank(0, 2, free_port())
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(FileLimit, "raised", lambda: FileLimit(used=0, most=5))
+    before = dict(os.environ)
+    with pytest.raises(ConfigError, match="rank 0 of 2 needs 12 open files"), xffl.session(timeout_s=60):
+        pass
+    assert dict(os.environ) == before
 
 
 def test_what_a_session_needs_grows_with_its_groups() -> None:

@@ -91,13 +91,14 @@ def limit_silence(descriptor: int, seconds: int, peer: tuple[str, int] | None = 
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * seconds)
 
 
-def find_connections(opened: Iterable[int], others: Iterable[int], store_port: int, count: int) -> dict[int, str]:
+def find_connections(opened: Iterable[int], others: Mapping[int, str], store_port: int, count: int) -> dict[int, str]:
     """Return which of the sockets that were opened with a group are its connections, and what they are called.
 
-    None of them if they cannot be told from others that were opened at the same time.
+    None of them if they cannot be told from others that were opened at the same time. ``others`` are those from before;
+    where one was closed since, its number may be that of the socket at which this group listens.
     """
     listening, found = {store_port}, {}
-    for descriptor in others:
+    for descriptor in (number for number, name in others.items() if name_of_socket(number) == name):
         with suppress(OSError), _use_socket(descriptor) as one:
             if one.family in INTERNET and one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 listening.add(one.getsockname()[1])  # of a store, where others come and go

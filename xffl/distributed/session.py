@@ -253,15 +253,14 @@ def setup_distributed_process_group(
         "master_port": master_port,
     }
     place = _find_place(told)
-    if place.is_on_one_host:
-        keep_gloo_local()
-    if place.world_size > 1:
-        tell_once()
     files = FileLimit.raised()
     is_own_address = master_addr is not None or master_port is not None
     store_files = 1 if has_agents_store(place) and not is_own_address else files_of_store(place.rank, place.world_size)
     if place.world_size > 1:
+        tell_once()
         files.check(place.rank, place.world_size, store_files)  # with fewer the ranks cannot even meet
+    if place.is_on_one_host:
+        keep_gloo_local()
     ask = partial(
         _request,
         files=files,
