@@ -258,6 +258,8 @@ class ElasticFederation:
         # in an earlier try stays: their addresses are forgotten, because those of a try take their place.
         if self._failures:
             self._gone.update(self._silent_cells(self._addresses))
+        else:
+            self._gone.clear()
         within_s = QUIET_S
         while True:
             epoch = self._ask(begun, within_s, is_stopping, is_finished=is_finished, told=told)
