@@ -16,6 +16,7 @@ HERE = Path(__file__).parent
 NVIDIA = Path("/dev/nvidiactl")
 DEADLINES_S = {"unit": 180, "ranks": 300, "cluster": 600}
 LONG_FILES = (
+    *("federate", "isolated", "federate_zero", "federate_trl", "lightning", "own_loops", "nanogpt"),
     *("nccl", "elastic_trainer", "elastic", "preemption", "fault_tolerance", "examples", "link_backend", "algorithms"),
     *("exports", "exec", "strategies", "session", "callbacks", "resume", "checkpoint", "example", "round_forms"),
     *("deepspeed", "noniid", "round", "exec_config", "memory_model", "hf_models", "oracle"),
