@@ -146,7 +146,8 @@ class OtherCell(LoneNotes):
         self._told = told
 
     def gather(self, name: str) -> tuple[str, ...]:
-        return (*super().gather(name), self._told if name == "checkpoints" else super().gather(name)[0])
+        is_told = name == "checkpoints at the start"
+        return (*super().gather(name), self._told if is_told else super().gather(name)[0])
 
     def read(self, name: str) -> tuple[str | None, ...]:
         return (*super().read(name), self._told)
@@ -183,6 +184,13 @@ def test_checkpoints_of_which_none_go_together_are_told(tmp_path: Path) -> None:
         saved(tmp_path, "7").agree("", starts_over=False)
     assert saved_steps(tmp_path) == [2, 4, 6]
     assert CellCheckpoints(TrainerFiles(tmp_path, None), STATE, OtherCell("7")).agree("", starts_over=True) is None
+
+
+def test_the_others_hear_that_newer_checkpoints_do_not_count_any_more(tmp_path: Path) -> None:
+    saved(tmp_path, "0")
+    notes = OtherCell("0")
+    CellCheckpoints(TrainerFiles(tmp_path, None), STATE, notes).agree("", starts_over=False)
+    assert notes.read("checkpoints") == ("0", "0")
 
 
 def test_a_checkpoint_that_a_slower_cell_needs_is_kept(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Workarounds of Lightning 2.5 and 2.6."""
+"""Workarounds of Lightning 2.6."""
 
 from __future__ import annotations
 

@@ -91,9 +91,9 @@ class CellCheckpoints:
             whole = [] if starts_over or self._state.cell_rank else self._find_whole()
         whole = gather_objects(whole)[0]
         self._notes.write("arguments", arguments)
-        self._tell(whole)
+        self._notes.write("checkpoints at the start", _meetings_text(whole))
         given = self._notes.gather("arguments")
-        told = self._notes.gather("checkpoints")
+        told = self._notes.gather("checkpoints at the start")
         if len(set(given)) > 1:
             lines = ", ".join(f"cell {cell}: {text}" for cell, text in enumerate(given))
             raise ConfigError(f"the cells have unlike arguments of their rounds ({lines}); give all of them the same")
@@ -113,6 +113,8 @@ class CellCheckpoints:
         if self._state.cell_rank == 0:
             last = -1 if resumed is None else resumed.step
             self._unmark({checkpoint.folder for checkpoint in whole if checkpoint.step <= last})
+            # What the others remove from now on depends on what is left here.
+            self._tell([checkpoint for checkpoint in whole if checkpoint.step <= last])
         return resumed
 
     def is_whole(self, folder: Path) -> bool:
@@ -129,6 +131,11 @@ class CellCheckpoints:
             raise CheckpointError(
                 f"file {path} cannot be read: {error}; remove {checkpoint.folder}, and the one before it is used"
             ) from error
+
+    def unmark(self, folder: Path) -> None:
+        """Let a checkpoint not count as whole any more, if there is one; local."""
+        if self._state.cell_rank == 0:
+            remove_file(folder / MARKER)
 
     def prepare(self, folder: Path) -> None:
         """Make the folder of a checkpoint, which is not whole from here on; collective over the cell.
@@ -204,7 +211,12 @@ class CellCheckpoints:
 
     def _tell(self, whole: Iterable[WholeCheckpoint]) -> None:
         """Tell the other cells after how many rounds this one has whole checkpoints."""
-        self._notes.write("checkpoints", " ".join(str(checkpoint.meetings) for checkpoint in whole))
+        self._notes.write("checkpoints", _meetings_text(whole))
+
+
+def _meetings_text(whole: Iterable[WholeCheckpoint]) -> str:
+    """Return after how many rounds there are checkpoints, as a note has it."""
+    return " ".join(str(checkpoint.meetings) for checkpoint in whole)
 
 
 def _find_common(told: Collection[str | None]) -> int | None:

@@ -116,7 +116,7 @@ class CellRounds:
         :param write: Writes it.
         """
         if self._scaling is None or not self._files.has(path):
-            write()
+            self.save_without_rounds(path, write)
             return
         self._scaling.settle()
         folder = self._files.folder_of(path)
@@ -131,6 +131,17 @@ class CellRounds:
             "random": self._random.state_dict(),
         }
         self._checkpoints.save(folder, self._trainer.global_step, before + self._scaling.meetings, saved)
+
+    def save_without_rounds(self, path: Path, write: Callable[[], None]) -> None:
+        """Write a checkpoint of Lightning's that nothing continues from, also where there was another one before.
+
+        :param path: Lightning's file, or folder.
+        :param write: Writes it.
+        """
+        written = path.resolve()  # last.ckpt may be a link, through which Lightning writes
+        if self._files.has(written):
+            self._checkpoints.unmark(self._files.folder_of(written))
+        write()
 
     def remove(self, path: Path) -> None:
         """Remove a checkpoint of Lightning's, unless a slower cell may still need it; on all ranks of the cell."""

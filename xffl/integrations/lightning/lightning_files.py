@@ -44,8 +44,9 @@ class LightningFiles:
         return folder.with_name(folder.name.removesuffix(ENDING))
 
     def folders(self) -> list[Path]:
-        """Return the folders that stand beside checkpoints."""
-        return [path for folder in self._folders if folder.is_dir() for path in sorted(folder.rglob(f"*{ENDING}"))]
+        """Return the folders that stand beside checkpoints, but for those that somebody has removed by hand."""
+        folders = [path for folder in self._folders if folder.is_dir() for path in sorted(folder.rglob(f"*{ENDING}"))]
+        return [folder for folder in folders if self.path_of(folder).exists()]
 
     def files(self, folder: Path) -> list[Path]:
         """Return Lightning's files of a checkpoint, and those of its rounds."""

@@ -40,17 +40,35 @@ def check_trainer(trainer: Any) -> None:
             f"FederatedRounds does not know {type(strategy).__name__}; give Trainer(strategy='ddp'), or "
             "ModelParallelStrategy for FSDP2"
         )
-    if isinstance(strategy, DDPStrategy) and isinstance(strategy.checkpoint_io, AsyncCheckpointIO):
+    is_written_by_plugin = not isinstance(strategy, ModelParallelStrategy)
+    if is_written_by_plugin and isinstance(strategy.checkpoint_io, AsyncCheckpointIO):
         raise ConfigError(
             "FederatedRounds does not know AsyncCheckpointIO: the state of rounds is added to a checkpoint that is on "
             "the disk; leave the plugin out"
         )
     for callback in trainer.checkpoint_callbacks:
+        _check_saves(callback)
         if "://" in str(getattr(callback, "dirpath", "")):
             raise ConfigError(
                 f"FederatedRounds cannot add the state of rounds to checkpoints at {callback.dirpath}; give "
                 "ModelCheckpoint(dirpath=...) a folder that the ranks of the cell share"
             )
+
+
+def _check_saves(callback: Any) -> None:
+    """Refuse checkpoints that one cell writes over while others may still need them to go on."""
+    if getattr(callback, "save_on_exception", False):
+        raise ConfigError(
+            "FederatedRounds does not go together with ModelCheckpoint(save_on_exception=True): "
+            + _REASONS[callbacks.OnExceptionCheckpoint]
+        )
+    saves_last = getattr(callback, "save_last", None)
+    if saves_last and (callback.save_top_k == 0 or (saves_last is True and callback.monitor is not None)):
+        raise ConfigError(
+            "FederatedRounds does not go together with ModelCheckpoint(save_last=True) where last.ckpt is the only "
+            "checkpoint of its step: a cell writes over it, and after a kill no checkpoints of all cells may go "
+            "together; leave save_last out, and add ModelCheckpoint(every_n_train_steps=...)"
+        )
 
 
 def check_loggers(trainer: Any, notes: CellNotes) -> None:

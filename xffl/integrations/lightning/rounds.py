@@ -177,8 +177,8 @@ class FederatedRounds(Callback):  # type: ignore[misc]
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Leave the other cells after an error."""
-        self._phase = Phase.OVER
         if self._rounds is not None:
+            self._phase = Phase.OVER
             self._rounds.leave(exception)
 
     def _newest_round(self) -> dict[str, float]:
@@ -215,7 +215,7 @@ class FederatedRounds(Callback):  # type: ignore[misc]
                 save_checkpoint(filepath, weights_only, *args, **kwargs)
 
             if weights_only or self._phase is not Phase.UNDER_WAY:
-                write()
+                rounds.save_without_rounds(Path(filepath), write)
             else:
                 rounds.save(Path(trainer.strategy.broadcast(str(filepath))), write)
 
