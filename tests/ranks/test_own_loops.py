@@ -19,7 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 import xffl
 from tests.ranks.test_state import new_state
 from tests.worlds import run_world
-from xffl.distributed.distributed_state import set_lone_cell
+from xffl.distributed.cell_world import CellWorld
+from xffl.distributed.distributed_state import set_cell_world
 from xffl.errors import StateError
 
 MICRO_BATCHES = 3
@@ -132,7 +133,7 @@ def test_accumulated_gradients_are_those_of_one_batch_and_are_reduced_once() -> 
 def means(rank: int, world_size: int) -> None:
     state = new_state(rank, world_size)
     assert xffl.mean_over_cell(float(rank), state) == 1.5
-    set_lone_cell(state, 1, (2, 4), None)
+    set_cell_world(state, CellWorld(1, (2, 4)))
     assert xffl.mean_over_cell(torch.tensor(rank), state).item() == 1.5
     state = new_state(rank, world_size)
     state.set_federated_scaling((3, 1))
