@@ -10,7 +10,6 @@ A package whose version is empty is the newest one that goes together with the o
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import re
 import subprocess
@@ -18,7 +17,7 @@ import sys
 import time
 from dataclasses import dataclass
 
-from tests.matrix import MATRIX_DIR, REPO, Table, output, run, run_tests
+from tests.matrix import MATRIX_DIR, REPO, Table, output, run, run_rows, run_tests
 
 NEWEST = ""
 
@@ -102,18 +101,5 @@ def try_row(name: str) -> bool:
     return passed
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"of {', '.join(ROWS)}; all by default")
-    rows = parser.parse_args().rows or list(ROWS)
-    if unknown := [row for row in rows if row not in ROWS]:
-        parser.error(f"there is no row {unknown[0]!r}; give some of {', '.join(ROWS)}")
-    MATRIX_DIR.mkdir(parents=True, exist_ok=True)
-    results = {row: try_row(row) for row in rows}
-    for row, passed in results.items():
-        print(f"{'ok  ' if passed else 'FAIL'} {row}")
-    return 0 if all(results.values()) else 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_rows(__doc__, ROWS, try_row))

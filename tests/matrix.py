@@ -22,7 +22,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
@@ -186,18 +186,19 @@ def try_row(row: str) -> bool:
     return all(passed for passed, _ in results)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"of {', '.join(ROWS)}; all by default")
-    rows = parser.parse_args().rows or list(ROWS)
-    if unknown := [row for row in rows if row not in ROWS]:
-        parser.error(f"there is no row {unknown[0]!r}; give some of {', '.join(ROWS)}")
+def run_rows(description: str | None, known: Collection[str], try_one: Callable[[str], bool]) -> int:
+    """Run the rows that the command line names, or all; return the exit code."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"of {', '.join(known)}; all by default")
+    rows = parser.parse_args().rows or list(known)
+    if unknown := [row for row in rows if row not in known]:
+        parser.error(f"there is no row {unknown[0]!r}; give some of {', '.join(known)}")
     MATRIX_DIR.mkdir(parents=True, exist_ok=True)
-    results = {row: try_row(row) for row in rows}
+    results = {row: try_one(row) for row in rows}
     for row, passed in results.items():
         print(f"{'ok  ' if passed else 'FAIL'} {row}")
     return 0 if all(results.values()) else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_rows(__doc__, ROWS, try_row))

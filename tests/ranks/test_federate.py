@@ -311,14 +311,14 @@ def test_a_trainer_trains_what_a_loop_by_hand_trains(tmp_path: Path) -> None:
         assert "start with xffl exec --isolate --federated" in refused
 
 
-def kill_at(event: int, folder: str) -> None:
-    """Let this process die just before it changes a checkpoint in the folder for so many times."""
+def kill_at(event: int, folder: str, mark: str = "checkpoint-") -> None:
+    """Let this process die just before it changes a path in the folder that has the mark for so many times."""
     changes = {"os.rename", "os.remove", "os.rmdir", "os.mkdir"}
     passed = count(1)
 
     def hear(name: str, given: tuple[Any, ...]) -> None:
         is_change = name in changes or (name == "open" and isinstance(given[2], int) and given[2] & os.O_CREAT)
-        if is_change and "checkpoint-" in str(given[0]) and folder in str(given[0]) and next(passed) == event:
+        if is_change and all(part in str(given[:2]) for part in (mark, folder)) and next(passed) == event:
             os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(hear)

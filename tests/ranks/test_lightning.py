@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
-from dataclasses import dataclass
 from importlib import import_module
-from itertools import count
 from pathlib import Path
 from pydoc_data import topics
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import xffl
-from tests.ranks.test_federate import differ, run_job, weights_of
+from tests.ranks.test_federate import Death, differ, kill_at, run_job, weights_of
 from tests.ranks.test_pages import scripts_of
 from tests.worlds import be_launched, run_world
 from xffl.distributed.startup.isolation import enter_isolation
@@ -245,28 +242,6 @@ def test_a_trainer_trains_what_a_loop_by_hand_trains(tmp_path: Path) -> None:
         assert trained["rounds"] == 3
 
 
-def kill_at(event: int) -> None:
-    """Let this process die just before it changes a checkpoint for so many times."""
-    changes = {"os.rename", "os.remove", "os.rmdir", "os.mkdir"}
-    passed = count(1)
-
-    def hear(name: str, given: tuple[Any, ...]) -> None:
-        is_change = name in changes or (name == "open" and isinstance(given[2], int) and given[2] & os.O_CREAT)
-        if is_change and ".ckpt" in str(given[:2]) and next(passed) == event:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(hear)
-
-
-@dataclass(frozen=True)
-class Death:
-    """Which rank dies, before which local step or which change of a checkpoint, or after its last round."""
-
-    rank: int = -1
-    moment: Literal["step", "file", "end"] = "step"
-    number: int = 0
-
-
 def be_mortal(rank: int, world_size: int, port: int, folder: str, death: Death, is_sharded: bool) -> Any:
     """Train with checkpoints, until death."""
     from lightning.pytorch.callbacks import Callback, ModelCheckpoint
@@ -294,7 +269,7 @@ def be_mortal(rank: int, world_size: int, port: int, folder: str, death: Death, 
         trainer = make_trainer(folder, Mortality(), rounds, saves, is_sharded=is_sharded, **options)
         module = make_module(isolated.cell, is_sharded=is_sharded, dropout=0.1)
         if dies and death.moment == "file":
-            kill_at(death.number)
+            kill_at(death.number, folder, mark=".ckpt")
         trainer.fit(module)
         steps = 0 if rounds.resumed is None else rounds.resumed.step
         kept = sorted(path.name for path in Path(saves.dirpath).iterdir())
