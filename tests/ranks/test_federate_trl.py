@@ -119,7 +119,7 @@ def make_dpo(
     ]
     args = configure(DPOConfig, folder, **given)
     # What TRL computes before training is found by other ranks in the cache of a dataset that was loaded.
-    home = Path(folder, f"pairs_{cell}")
+    home = Path(folder, f"pairs_{xffl.adopt().cell}")
     home.mkdir(parents=True, exist_ok=True)
     (home / f"{os.environ['RANK']}.json").write_text("\n".join(map(json.dumps, pairs)))
     dist.barrier()
