@@ -589,7 +589,8 @@ def _start_all_cells(
         environ |= token
     run_token.token_of(environ)
     with ExitStack() as stack:
-        log_dir = _follow_logs(options, stack, is_local=is_local)  # each cell by itself would tear others' lines
+        # Each cell by itself would tear others' lines.
+        log_dir = _follow_logs(options, stack, layout, is_local=is_local)
         temporary = stack.enter_context(run_folder())
         folder = None
         if not environ.get(JOURNAL_VARIABLE, "").strip():
@@ -686,13 +687,13 @@ def _start_one_cell(options: Namespace, command: Sequence[str]) -> int:
         return launch_cells([job], restarts=_restarts(options), timeout_s=options.timeout, lighthouse=lighthouse)
 
 
-def _follow_logs(options: Namespace, stack: ExitStack, *, is_local: bool) -> str | None:
+def _follow_logs(options: Namespace, stack: ExitStack, layout: JobLayout, *, is_local: bool) -> str | None:
     """Return the folder of the ranks' logs, if any, and show them while the stack is open, if that is asked for."""
     log_dir = None if options.log_dir is None else make_log_dir(options.log_dir)
     if options.merge and log_dir is None and is_local:
         log_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="xffl-logs-"))
     if options.merge and log_dir is not None:
-        stack.enter_context(following(Path(log_dir), sys.stdout.buffer))
+        stack.enter_context(following(Path(log_dir), sys.stdout.buffer, layout.topology.world_size))
     return log_dir
 
 
@@ -732,7 +733,7 @@ def _start(
     if resolved is not None:
         environ["XFFL_RESOLVED"] = resolved
     with ExitStack() as stack:
-        log_dir = _follow_logs(options, stack, is_local=start.kind == "local")
+        log_dir = _follow_logs(options, stack, layout, is_local=start.kind == "local")
         asked = LaunchOptions(
             environ=environ,
             timeout_s=timeout_s,

@@ -35,7 +35,7 @@ from xffl.cluster.launch.failure import (
     parse_failure,
 )
 from xffl.cluster.launch.job_layout import JobLayout, LaunchOptions
-from xffl.cluster.launch.logs import MarkedLines, line_prefix
+from xffl.cluster.launch.logs import MarkedLines, line_prefix, rank_lines
 from xffl.cluster.launch.runner import RankJob
 from xffl.cluster.recognition.launchers import launcher_variables
 from xffl.cluster.slurm.allocation import Host
@@ -271,6 +271,9 @@ class _Job:
         self._events: queue.Queue[tuple[int, dict[str, Any]]] = queue.Queue()
         self._connections: list[HostConnection] = []
         self._marked = MarkedLines()
+        world_size = layout.topology.world_size
+        self._shown = {False: sys.stdout.buffer, True: sys.stderr.buffer}  # by whether it is standard error
+        self._lines = {is_error: rank_lines(out, world_size) for is_error, out in self._shown.items()}
         self._is_stopping = False
         self._failed: list[tuple[int, int]] = []  # ranks that ended with a code other than 0, and the code
 
@@ -297,11 +300,15 @@ class _Job:
         """Show what the ranks print until the last has ended, and tell how the job ended."""
         while any(not connection.is_over for connection in self._connections):
             self._check_limits()
+            for lines in self._lines.values():
+                lines.tell()
             try:
                 number, event = self._events.get(timeout=_POLL_S)
             except queue.Empty:
                 continue
             self._handle(self._connections[number], event)
+        for lines in self._lines.values():
+            lines.end()
         ended = self._watch.result()
         is_echo = isinstance(ended, RankFailure) and ended.record is not None and ended.record.lost_peer
         trouble = next(filter(None, (connection.trouble for connection in self._connections)), None)
@@ -405,7 +412,6 @@ class _Job:
         self._stop_ranks(signal.SIGTERM)
 
     def _show(self, rank: int, lines: bytes, *, is_error: bool) -> None:
-        out = sys.stderr.buffer if is_error else sys.stdout.buffer
         prefix = line_prefix(rank, self._layout.cell_of(rank)) if self._is_labelled else b""
         for line in lines.splitlines(keepends=True):
             said, message = self._marked.take(line) if is_error else (line, None)
@@ -416,5 +422,5 @@ class _Job:
                 else:
                     self._watch.add_record(message.rank, record)
             if said:
-                out.write(prefix + said)
-        out.flush()
+                self._lines[is_error].write(rank, prefix, said)
+        self._shown[is_error].flush()
