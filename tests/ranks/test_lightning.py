@@ -321,6 +321,7 @@ def be_manual(rank: int, world_size: int, port: int, folder: str) -> dict[str, A
         logger = CSVLogger(cell_folder(folder), name="log", version="all")
         trainer = make_trainer(folder, rounds, saves, logger=logger, **options)
         module = make_module(isolated.cell, is_manual=True)
+        module.on_train_batch_start = lambda batch, index: -1 if index == STEPS - 1 else None  # skips the batch
         trainer.fit(module)
         with pytest.raises(xffl.StateError, match="one trainer.fit"):
             trainer.fit(module)
@@ -334,6 +335,7 @@ def be_manual(rank: int, world_size: int, port: int, folder: str) -> dict[str, A
         column = lines[0].split(",").index("xffl/round")
         return {
             "weights": weights_of(module.layers),
+            "counts": [report.weights for report in rounds.reports],
             "rounds": [line.split(",")[column] for line in lines[1:]],
             "kept": sorted(path.name for path in Path(saves.dirpath).glob("*.xffl")),
             "refused": str(refused.value),
@@ -360,6 +362,7 @@ def test_several_optimizers_logs_and_the_script_of_the_page(tmp_path: Path) -> N
     [(manual, sums)] = run_world(1, run_scripts, str(tmp_path), init=False, timeout_s=280)
     for trained in manual:
         assert differ(trained["weights"], manual[0]["weights"]) == 0.0
+        assert trained["counts"] == [(EVERY * ROWS, EVERY * ROWS)] * 3
         assert trained["rounds"][-1] == "3.0" and "1.0" in trained["rounds"]
         assert trained["kept"] == ["epoch=0-step=15.ckpt.xffl", "epoch=0-step=30.ckpt.xffl", "last.ckpt.xffl"]
     assert "loggers of several cells write into" in manual[0]["refused"]

@@ -59,6 +59,8 @@ class CellRounds:
         self._random = RandomState(trainer.strategy.root_device)
         self._remove = trainer.strategy.remove_checkpoint
         self._scaling: FederatedScaling | None = None
+        self._noted: list[Any] = []
+        """The batch of this moment, until it counts."""
 
     def begin(self) -> None:
         """Begin with one model in all cells, or go on from a checkpoint that was loaded; collective over the job."""
@@ -89,9 +91,15 @@ class CellRounds:
             self._random.load_state_dict(saved["random"])
         scaling.join()  # Lightning calls training_step, and not the module, where the first batch would join
 
-    def count(self, batch: Any) -> None:
-        """Count a batch that is about to be trained on; local."""
-        self._count.add(batch)
+    def note(self, batch: Any) -> None:
+        """Note a batch that is about to be trained on, or skipped; local."""
+        self._noted = [batch]
+
+    def count(self) -> None:
+        """Count the noted batch, once: it is trained on; local."""
+        for batch in self._noted:
+            self._count.add(batch)
+        self._noted = []
 
     def finish(self) -> None:
         """Make the last rounds until all cells have finished, and hold the same model; collective over the job."""

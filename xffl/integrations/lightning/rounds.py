@@ -25,7 +25,7 @@ from xffl.integrations.lightning.cell_rounds import CellRounds
 from xffl.integrations.lightning.lightning_files import LightningFiles
 from xffl.integrations.lightning.places import folder_in
 from xffl.integrations.lightning.refusals import check_loggers, check_trainer
-from xffl.integrations.weights import find_count
+from xffl.integrations.weights import find_count, shifts_labels
 
 __all__ = ["FederatedRounds"]
 
@@ -134,7 +134,7 @@ class FederatedRounds(Callback):  # type: ignore[misc]
             notes=notes,
             files=files,
             checkpoints=checkpoints,
-            count=find_count(self._weight, state.cell_rank),
+            count=find_count(self._weight, state.cell_rank, is_shifted=shifts_labels(pl_module)),
             options=self._options,
             resumed=self.resumed,
         )
@@ -153,9 +153,19 @@ class FederatedRounds(Callback):  # type: ignore[misc]
             self._rounds.begin()
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Count the batch."""
+        """Note the batch, which the module's hook of this name may still skip."""
         if self._rounds is not None:
-            self._rounds.count(batch)
+            self._rounds.note(batch)
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: torch.Tensor) -> None:
+        """Count the batch, unless ``training_step`` has skipped it."""
+        if self._rounds is not None:
+            self._rounds.count()
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        """Count the batch of a module that calls ``loss.backward`` itself."""
+        if self._rounds is not None and not pl_module.automatic_optimization:
+            self._rounds.count()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Log the newest round, in each step, so that it is there in those that Lightning writes."""
