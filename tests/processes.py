@@ -1,13 +1,26 @@
-"""Processes that tests have started through others: whether they are still there."""
+"""Processes that tests have started through others: whether they are there, and are there no longer."""
 
 from __future__ import annotations
 
 import os
 import select
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["is_alive", "still_there"]
+__all__ = ["await_cells", "is_alive", "still_there"]
+
+
+def await_cells(cells: int, folder: str | Path = ".") -> None:
+    """Wait until each cell of an elastic run has come here; all have one folder.
+
+    Two seconds after it has entered, a cell begins without those that it has not seen. Where all processes are started
+    at once on a busy machine, some come later than that.
+    """
+    cell, _, _ = os.environ["XFFL_CELL"].partition("/")
+    Path(folder, f"cell_{cell}.here").touch()
+    while not all(Path(folder, f"cell_{number}.here").exists() for number in range(cells)):
+        time.sleep(0.02)
 
 
 def is_alive(pid: int) -> bool:

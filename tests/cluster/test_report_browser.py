@@ -296,6 +296,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from tests.processes import await_cells
 from xffl.training import BaseTrainer, BaseTrainerConfig, EvalMetricConfigMixin, EvalMetricMixin
 from xffl.training import FederatedConfigMixin, FederatedMixin, SetupConfigMixin, SetupMixin
 
@@ -315,6 +316,7 @@ class Trainer(BaseTrainer, SetupMixin, EvalMetricMixin, FederatedMixin):
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
 
     def configure_dataloaders(self):
+        await_cells(2)
         values = torch.randn(512, 4, generator=torch.Generator().manual_seed(0))
         data = TensorDataset(values, values.sum(1, keepdim=True))
         return self.train_loader(data), self.validation_loader(data)

@@ -289,21 +289,36 @@ def test_ssh_over_two_hosts(
     assert all(new - old > 3 * 19_000 for new, old in zip(two_hosts.crossed(), before, strict=True))
 
 
+BEGUN_TOGETHER = """
+
+class TogetherTrainer(DigitsTrainer):
+    def configure_dataloaders(self):
+        from tests.processes import await_cells
+
+        await_cells(2, {folder!r})
+        return super().configure_dataloaders()
+"""
+
+
 def test_an_elastic_job_for_each_facility(environ: dict[str, str], project: Path, tmp_path: Path) -> None:
     """Both facilities are this machine. The cells make their rounds together, and nothing outlives the workflow."""
     require(find_spec("torchft"), "torchft")
     require((FLOW / "streamflow").exists(), "StreamFlow in /opt/streamflow")
     folder, home = tmp_path / "elastic", tmp_path / "a home"
     shutil.copytree(WORKFLOWS / "elastic", folder)
+    together = tmp_path / "digits"
+    shutil.copytree(project, together, ignore=shutil.ignore_patterns("runs"))
+    with (together / "train.py").open("a") as script:
+        script.write(BEGUN_TOGETHER.format(folder=str(tmp_path)))
     variables = {"PATH": f"{Path(sys.executable).parent}:$PATH", "PYTHONPATH": environ["PYTHONPATH"]}
     variables |= {"OMP_NUM_THREADS": "1", "XFFL_IFNAME": "lo", "XFFL_TOKEN_FILE": f"'{home}/token'"}
     for site in (folder / "sites").iterdir():
         site.write_text("".join(f"export {name}={value}\n" for name, value in variables.items()))
-    words = ["--launch.federated", "[1,1]", "--training.epochs", "1"]
+    words = ["--launch.federated", "[1,1]", "--training.epochs", "1", "--trainer", "train.TogetherTrainer"]
     inputs = yaml.safe_load((folder / "inputs.yml").read_text())
     inputs |= {"home": str(home), "home_a": str(home / "a"), "home_b": str(home / "b")}
     inputs |= {"address": f"127.0.0.1:{free_port()}", "words_a": words, "words_b": words}
-    inputs |= {"project": {"class": "Directory", "path": str(project)}}
+    inputs |= {"project": {"class": "Directory", "path": str(together)}}
     (folder / "inputs.yml").write_text(yaml.safe_dump(inputs))
     command = [str(FLOW / "streamflow"), "run", "--outdir", "out", "streamflow-local.yml"]
     try:

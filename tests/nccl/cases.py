@@ -29,6 +29,7 @@ from xffl.aggregation.engine.decision.consensus import RoundBroken, RoundInput
 from xffl.aggregation.engine.transport import CrossCellTransport
 from xffl.aggregation.federations.elastic import ElasticAggregator
 from xffl.aggregation.federations.hierarchical import Level, Levels
+from xffl.distributed import ElasticParameters
 from xffl.distributed.cross_world import CrossWorldGroup
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.session import cleanup_distributed_process_group, setup_distributed_process_group
@@ -176,7 +177,8 @@ def elastic_rounds(url: str, ports: tuple[int, int], **options: Any) -> None:
     """
     cell, rank = divmod(int(os.environ["RANK"]), 2)
     be_launched(rank, 2, ports[cell])
-    session = xffl.session(cell=cell, cells=2, elastic=url, backend=BACKEND, device="cuda", hsdp=1, timeout_s=60)
+    elastic = ElasticParameters(lighthouse=url, least_cells=2)
+    session = xffl.session(cell=cell, cells=2, elastic=elastic, backend=BACKEND, device="cuda", hsdp=1, timeout_s=60)
     with mock.patch.object(threading, "Thread", RealThread), session as state:
         model = xffl.shard(model_of("buffers"), state)
         aggregator = ElasticAggregator(model, state, **options)

@@ -52,6 +52,7 @@ from xffl.journal.rule import Member, attempt_of
 
 pytestmark = pytest.mark.skipif(find_spec("torchft") is None, reason="needs the extra elastic")
 
+ROOT = Path(__file__).parents[2]
 SIZES = (2, 2, 1)
 ROUNDS = 6
 
@@ -108,6 +109,11 @@ class Told:
 def start_lighthouse(port: int, join_s: float = 20.0) -> Any:
     times = {"join_timeout_ms": round(1000 * join_s), "heartbeat_timeout_ms": 2000, "quorum_tick_ms": 100}
     return coordination().LighthouseServer(bind=f"127.0.0.1:{port}", min_replicas=1, **times)
+
+
+def of_all(url: str, cells: int) -> ElasticParameters:
+    """Return what a cell is given so that no round is made without one of the cells, however late it comes."""
+    return ElasticParameters(lighthouse=url, least_cells=cells)
 
 
 @pytest.fixture
@@ -726,8 +732,10 @@ def test_a_round_by_divergence_is_skipped_by_all(lighthouse: str) -> None:
 
 SCRIPT = """
 import hashlib, json, os, time, torch, xffl
+from tests.processes import await_cells
 
 with xffl.session() as state:
+    await_cells(2)
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     lost, back = int(os.environ["XFFL_RESTARTS"]), 0
@@ -754,7 +762,7 @@ def test_a_cell_that_is_killed_comes_back(journal: None, tmp_path: Path) -> None
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "xffl", "exec", "--elastic", "--federated", "1,1", str(script)]
-    environ = os.environ | {"XFFL_FAULT": "1:0:exchange:4", "OMP_NUM_THREADS": "1"}
+    environ = os.environ | {"XFFL_FAULT": "1:0:exchange:4", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert "cell 1 ended with exit code 137; it is started again (restart 1 of 3)" in done.stderr
@@ -778,7 +786,7 @@ def test_a_cell_that_comes_back_after_the_end_does_not_wait_for_it(journal: None
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.replace("while back < 3", "for _ in range(40)"))
     command = [sys.executable, "-m", "xffl", "exec", "--elastic", "--federated", "1,1", str(script)]
-    environ = os.environ | {"XFFL_FAULT": "1:0:exchange:4", "OMP_NUM_THREADS": "1"}
+    environ = os.environ | {"XFFL_FAULT": "1:0:exchange:4", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert done.returncode == 2, done.stderr
     assert "cell 0 has finished the run, and no cell that is left holds its model" in done.stderr
@@ -979,7 +987,9 @@ def come_back(rank: int, world: int, plan: Plan, names: list[str]) -> dict[str, 
     be_launched(rank - sum(plan.sizes[:cell]), plan.sizes[cell], plan.ports[cell])
     os.environ["XFFL_TOKEN"] = "the run's own token"
     told: dict[str, list[Life]] = {}
-    with xffl.session(cell=cell, cells=len(plan.sizes), hsdp=plan.hsdp, elastic=plan.url, timeout_s=60) as state:
+    with xffl.session(
+        cell=cell, cells=len(plan.sizes), hsdp=plan.hsdp, elastic=of_all(plan.url, len(plan.sizes)), timeout_s=60
+    ) as state:
         for name in names:
             saved: dict[int, Any] = {}
             told[name] = [live(name, cell, state, saved) for _ in range(2)]
@@ -1175,7 +1185,7 @@ def come_back_late(
     def on_round(report: Any) -> None:
         told[report.round] = report.fragment, report.weights, report.steps, parameters[report.fragment].item()
 
-    with xffl.session(cell=rank, cells=world, elastic=url, timeout_s=60) as state:
+    with xffl.session(cell=rank, cells=world, elastic=of_all(url, world), timeout_s=60) as state:
         model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
         parameters = list(model.parameters())
         for parameter in parameters:
@@ -1239,7 +1249,7 @@ def come_back_behind(rank: int, world: int, url: str, ports: tuple[int, ...]) ->
     def on_round(report: Any) -> None:
         told[report.round] = report.weights, scaling.total_weight, model.weight.item()
 
-    with xffl.session(cell=rank, cells=world, elastic=url, timeout_s=60) as state:
+    with xffl.session(cell=rank, cells=world, elastic=of_all(url, world), timeout_s=60) as state:
         model = nn.Linear(1, 1, bias=False)
         nn.init.zeros_(model.weight)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -1283,7 +1293,7 @@ def resume_before_a_delayed_round(rank: int, world: int, url: str, ports: tuple[
     be_launched(0, 1, ports[rank])
     os.environ["XFFL_TOKEN"] = "the run's own token"
     told = []
-    with xffl.session(cell=rank, cells=world, elastic=url, timeout_s=60) as state:
+    with xffl.session(cell=rank, cells=world, elastic=of_all(url, world), timeout_s=60) as state:
         model = nn.Linear(1, 1, bias=False)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         options = {"overlap": True}

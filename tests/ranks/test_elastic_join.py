@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 import xffl
 from tests.ports import free_port
-from tests.ranks.test_elastic import journal, lighthouse, pytestmark  # noqa: F401 - fixtures and marks of this module
+from tests.ranks.test_elastic import journal, lighthouse, of_all, pytestmark  # noqa: F401 - fixtures and marks of this module
 from tests.worlds import be_launched, run_world
 from xffl.aggregation import LoopHooks
 from xffl.aggregation.algorithms.every_steps import EverySteps
@@ -77,7 +77,7 @@ def come_three_times(rank: int, world: int, url: str, ports: tuple[int, ...]) ->
     """Be a cell in three blocks: with its own start, with a checkpoint, and with a start again."""
     be_launched(0, 1, ports[rank])
     os.environ["XFFL_TOKEN"] = "the run's own token"
-    with xffl.session(cell=rank, cells=world, elastic=url, timeout_s=60) as state:
+    with xffl.session(cell=rank, cells=world, elastic=of_all(url, world), timeout_s=60) as state:
         first, saved = train(state, 10.0 * (1 + rank), 4)
         second, _ = train(state, 70.0, 2, saved)
         third, _ = train(state, 100.0 * (1 + rank), 2 + rank)
@@ -103,7 +103,7 @@ def test_a_cell_joins_on_entering_unless_it_may_load_a_checkpoint(lighthouse: st
 def join_by_itself(rank: int, world: int, url: str, ports: tuple[int, ...]) -> list[float]:
     be_launched(0, 1, ports[rank])
     os.environ["XFFL_TOKEN"] = "the run's own token"
-    with xffl.session(cell=rank, cells=world, elastic=url, timeout_s=60) as state:
+    with xffl.session(cell=rank, cells=world, elastic=of_all(url, world), timeout_s=60) as state:
         model = Counter(1.0 + rank)
         scaling = xffl.FederatedScaling(model, None, state, every=2, hooks=LoopHooks(defers_join=lambda: True))
         values = []
@@ -128,7 +128,7 @@ def save_while_joining(rank: int, world: int, url: str, ports: tuple[int, ...]) 
     """Load what was saved some steps after a delayed round began; return what is saved in the round of joining."""
     be_launched(0, 1, ports[rank])
     os.environ["XFFL_TOKEN"] = "the run's own token"
-    with xffl.session(cell=rank, cells=world, elastic=url, timeout_s=60) as state:
+    with xffl.session(cell=rank, cells=world, elastic=of_all(url, world), timeout_s=60) as state:
         model = Counter(0.0)
         saved: list[dict[str, Any]] = []
 
@@ -163,7 +163,7 @@ def save_while_catching_up(rank: int, world: int, url: str, ports: tuple[int, ..
     """Fall behind in cell 1 before a delayed round starts; return by round what is saved of the steps."""
     be_launched(0, 1, ports[rank])
     os.environ["XFFL_TOKEN"] = "the run's own token"
-    with xffl.session(cell=rank, cells=world, elastic=url, timeout_s=60) as state:
+    with xffl.session(cell=rank, cells=world, elastic=of_all(url, world), timeout_s=60) as state:
         model = Counter(0.0)
         saved: dict[int, tuple[int, int]] = {}
 
@@ -268,7 +268,7 @@ def join_with_two_optimizers(
 ) -> list[tuple[float, float, int]]:
     be_launched(0, 1, ports[rank])
     os.environ["XFFL_TOKEN"] = "the run's own token"
-    with xffl.session(cell=rank, cells=world, elastic=url, timeout_s=60) as state:
+    with xffl.session(cell=rank, cells=world, elastic=of_all(url, world), timeout_s=60) as state:
         train_pair(state, 1.0, 2, how)
         return train_pair(state, 100.0 * (1 + rank), 2, how)
 
@@ -297,7 +297,7 @@ def count_samples(
         counted.clear()
         return count
 
-    with xffl.session(cell=rank, cells=world, elastic=url, timeout_s=60) as state:
+    with xffl.session(cell=rank, cells=world, elastic=of_all(url, world), timeout_s=60) as state:
         weights: list[tuple[float, ...]] = []
         model = Counter(1.0)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

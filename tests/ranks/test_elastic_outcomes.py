@@ -11,7 +11,14 @@ from torch import nn
 
 import xffl
 from tests.ports import free_port
-from tests.ranks.test_elastic import check_alike, journal, lighthouse, pytestmark, run  # noqa: F401 - fixtures and marks
+from tests.ranks.test_elastic import (  # noqa: F401 - fixtures and marks of this module
+    check_alike,
+    journal,
+    lighthouse,
+    of_all,
+    pytestmark,
+    run,
+)
 from tests.worlds import be_launched, run_world
 from xffl.aggregation.algorithms.clients import FedProx, Scaffold
 
@@ -30,7 +37,7 @@ def go_back(rank: int, world: int, url: str, ports: tuple[int, ...], name: str) 
     os.environ["XFFL_TOKEN"] = "the run's own token"
     client = CLIENTS[name]()
     told: dict[str, Any] = {}
-    with xffl.session(cell=rank, cells=world, elastic=url, timeout_s=60) as state:
+    with xffl.session(cell=rank, cells=world, elastic=of_all(url, world), timeout_s=60) as state:
         model = nn.Linear(1, 1, bias=False)
         nn.init.zeros_(model.weight)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -20,6 +20,7 @@ import torch
 
 import xffl
 from tests.ports import free_port
+from tests.ranks.test_elastic import of_all
 from tests.tasks import TaskConfig, TaskTrainer, whole_weights
 from tests.worlds import be_launched, run_world
 from xffl.checkpoint import consolidate_checkpoint
@@ -69,7 +70,7 @@ def config_of(folder: str, cell: int, **training: Any) -> TaskConfig:
 def fit(rank: int, world: int, url: str, ports: list[int], folder: str) -> Any:
     be_launched(0, 1, ports[rank])
     rounds = Rounds()
-    with xffl.session(cell=rank, cells=2, elastic=url) as state:
+    with xffl.session(cell=rank, cells=2, elastic=of_all(url, world)) as state:
         trainer = TaskTrainer(config_of(folder, rank), callbacks=[rounds, CheckpointCallback()])
         trainer.fit(state)
         return whole_weights(trainer.model), trainer.global_step, trainer.world.lone_cell, rounds.cells
@@ -99,7 +100,7 @@ def fit_twice(rank: int, world: int, url: str, ports: list[int], folder: str) ->
     for life, last_step in enumerate((3, None)):
         be_launched(0, 1, ports[2 * life + rank])
         order = Order(last_step)
-        with suppress(ArithmeticError), xffl.session(cell=rank, cells=2, elastic=url) as state:
+        with suppress(ArithmeticError), xffl.session(cell=rank, cells=2, elastic=of_all(url, world)) as state:
             callbacks = [CheckpointCallback(save_frequency=1), order]
             TaskTrainer(config_of(folder, rank), callbacks=callbacks).fit(state)
         heard.append(order.heard)
@@ -177,7 +178,7 @@ def stop(rank: int, world: int, url: str, ports: list[int], folder: str) -> Any:
     stopping = EarlyStoppingCallback(patience=2 if rank == 0 else 1000, min_delta=10.0)
     rounds = Rounds()
     config = config_of(folder, rank, epochs=200, validate_every_steps=2)
-    with xffl.session(cell=rank, cells=2, elastic=url) as state:
+    with xffl.session(cell=rank, cells=2, elastic=of_all(url, world)) as state:
         trainer = NotNumberTrainer(config, callbacks=[rounds, stopping])
         trainer.fit(state)
         return trainer.stop_reason, trainer.global_step, rounds.told
@@ -251,6 +252,7 @@ def test_a_late_cell_ends_with_the_others(lighthouse: str, tmp_path: Path) -> No
 TRAINER = """
 import json, os, time
 from dataclasses import dataclass
+from tests.processes import await_cells
 from tests.tasks import TaskConfig, TaskTrainer, digits
 from torch.utils.data import Dataset
 
@@ -264,6 +266,7 @@ class Numbered(Dataset):
 class Trainer(TaskTrainer):
     config: TaskConfig
     def configure_dataloaders(self):
+        await_cells(2)
         open(f"back_{self.world.lone_cell}_{os.environ['XFFL_RESTARTS']}", "w").close()
         return self.train_loader(Numbered()), None
     def training_step(self, batch, batch_idx):

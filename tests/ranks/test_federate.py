@@ -27,6 +27,7 @@ from torch.utils.data import Dataset, SequentialSampler
 
 import xffl
 from tests.ports import free_port
+from tests.processes import await_cells
 from tests.ranks.test_elastic_trainer import lighthouse  # noqa: F401
 from tests.worlds import be_launched, run_world
 from xffl.distributed.startup.isolation import enter_isolation
@@ -552,6 +553,7 @@ def be_elastic(cell: int, port: int, url: str, folder: str, *, is_back: bool) ->
     trainer = make_trainer(folder, make_model(cell), save_strategy="steps", **options)
     rounds = federate(trainer, every=EVERY)
     trainer.add_callback(Course())
+    await_cells(2, folder)
     if is_back:
         came_back.touch()
     trainer.train()
