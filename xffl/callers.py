@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import sysconfig
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-__all__ = ["Caller", "find_caller", "is_of_package", "is_of_python", "is_of_script"]
+__all__ = ["Caller", "find_caller", "find_place", "is_of_package", "is_of_python", "is_of_script"]
 
 _PACKAGE = f"{Path(__file__).parent}{os.sep}"
 # Not "data", which is the prefix of Python, or the folder of a virtual environment: scripts may lie in it.
@@ -41,6 +42,11 @@ def find_caller(frame: FrameType | None) -> Caller:
             return Caller(f"{path}:{frame.f_lineno}", _name_of(entry), entry is not None)
         frame = frame.f_back
     return Caller(None, _name_of(entry), entry is not None)
+
+
+def find_place(lines: Iterable[tuple[str, int]]) -> str | None:
+    """Return the first of the lines (files and numbers) that is the script's, as ``FILE:LINE``; else ``None``."""
+    return next((f"{path}:{number}" for path, number in lines if is_of_script(path)), None)
 
 
 def is_of_package(path: str) -> bool:

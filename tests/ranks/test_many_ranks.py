@@ -23,8 +23,10 @@ from tests.worlds import run_world
 from xffl.compat import gloo_connections
 from xffl.compat.gloo_connections import LAZY_VARIABLE
 from xffl.compat.sockets import open_sockets
+from xffl.distributed import session
 from xffl.distributed.consistency import barrier, check_consistent, gather_objects
 from xffl.distributed.groups import new_group
+from xffl.distributed.startup.file_limit import is_ample
 from xffl.distributed.startup.open_files import FileLimit, files_of_groups
 from xffl.errors import ConfigError
 
@@ -134,7 +136,8 @@ def test_a_session_raises_the_limit_of_open_files_and_tells_what_it_needs() -> N
 def test_a_rank_that_cannot_open_its_store_leaves_the_environment_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     be_rank(0, 2, free_port())
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    monkeypatch.setattr(FileLimit, "raised", lambda: FileLimit(used=0, most=5))
+    monkeypatch.setattr(session, "raise_file_limit", lambda: 5)
+    monkeypatch.setattr(FileLimit, "now", lambda most: FileLimit(used=0, most=most))
     before = dict(os.environ)
     with pytest.raises(ConfigError, match="rank 0 of 2 needs 12 open files"), xffl.session(timeout_s=60):
         pass
@@ -143,6 +146,7 @@ def test_a_rank_that_cannot_open_its_store_leaves_the_environment_as_it_was(monk
 
 def test_what_a_session_needs_grows_with_its_groups() -> None:
     assert files_of_groups([8]) == 4 + 7 and files_of_groups([4, 2]) == 2 * 4 + 3 + 1
+    assert not is_ample(1024, 2) and is_ample(2**16, 512) and is_ample(math.inf, 10**6)
     assert files_of_groups([1024]) == 4 + 19 and files_of_groups([1024], has_messages=True) == 4 + 1023
     FileLimit(10, math.inf).check(0, 2, 10**6)
     with pytest.raises(ConfigError, match="rank 3 of 8 needs 31 open files .* may have 30"):

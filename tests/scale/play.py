@@ -18,8 +18,8 @@ from tests.rounds import aggregator_of
 from tests.scale.recorded import BACKEND, RANKS_OF_NODE, Play, RecordedGroup, RecordedStore
 from xffl.aggregation.engine.votes import RoundStatus
 from xffl.compat.gloo_connections import LAZY_VARIABLE
-from xffl.distributed.startup import meeting
-from xffl.distributed.startup.open_files import FileLimit
+from xffl.distributed import session
+from xffl.distributed.startup import meeting, open_files
 from xffl.topology import Topology
 
 __all__ = ["play_rank", "sampled_ranks"]
@@ -113,7 +113,8 @@ def _recorded(play: Play) -> Iterator[None]:
         stack.enter_context(mock.patch.object(meeting, "TCPStore", Connected))
         stack.enter_context(mock.patch.object(meeting, "host_identity", return_value=f"node{rank // of_node}"))
         stack.enter_context(mock.patch.object(RoundStatus, "packed", noting))
-        stack.enter_context(mock.patch.object(FileLimit, "raised", return_value=FileLimit(0, float("inf"))))
+        for module in (session, open_files):
+            stack.enter_context(mock.patch.object(module, "raise_file_limit", return_value=float("inf")))
         yield
 
 

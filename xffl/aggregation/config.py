@@ -14,8 +14,10 @@ from xffl.aggregation.aggregator import Aggregator
 from xffl.aggregation.algorithms import registry
 from xffl.aggregation.algorithms.clients import Client, set_up
 from xffl.aggregation.algorithms.every_steps import EverySteps, Schedule, schedule_of
+from xffl.aggregation.engine.weight_keepers import may_be_cut
 from xffl.aggregation.federations.hierarchical import Levels, read_levels
 from xffl.aggregation.options import REMOVED, check_merge, refuse_removed
+from xffl.aggregation.steps.step_observers import are_plain
 from xffl.aggregation.steps.wrapped_optimizers import unwrap
 from xffl.checks import integer, one_of
 from xffl.distributed.sharding import sharded_parameters
@@ -74,7 +76,7 @@ def parse_round_config(
                 f"optimizer must be a torch.optim.Optimizer or a list of them, got {shown!r}; give one, or None and "
                 "call scaling.step() after each local step"
             )
-        counted = unwrap(optimizers)
+        counted = list(optimizers) if are_plain(optimizers) else unwrap(optimizers)
         check_stepped(model, counted)
     if isinstance(aggregator, Aggregator | Levels):
         if aggregator.model is not model:
@@ -182,7 +184,7 @@ def _check_keywords(options: Mapping[str, Any]) -> None:
 
 def check_stepped(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     """Refuse optimizers that hold other tensors than the model: rounds would be about a model that is not trained."""
-    if is_cut(model):
+    if may_be_cut() and is_cut(model):
         return  # the engine's optimizer steps masters of its own
     held = {id(one): one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]}
     named = sharded_parameters(model)

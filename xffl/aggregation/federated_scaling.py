@@ -30,7 +30,7 @@ from xffl.aggregation.steps.client_steps import ClientSteps, MomentumSteps
 from xffl.aggregation.steps.contributions import backward_error
 from xffl.aggregation.steps.nested_steps import outermost
 from xffl.aggregation.steps.stale_gradients import StaleGradients
-from xffl.aggregation.steps.step_observers import StepObserver, may_be_wrapped, needs_following
+from xffl.aggregation.steps.step_observers import StepObserver, are_plain, may_be_wrapped, needs_following
 from xffl.aggregation.steps.weight_copies import CopyWatch, tell_swaps
 from xffl.aggregation.steps.wrapped_optimizers import StepHook, steps_may_nest
 from xffl.checks import integer
@@ -252,7 +252,7 @@ class FederatedScaling:
         self._activity.pause_watch()
         self._observers = self._make_observers()
         hooks: tuple[StepHook, ...] = self._step_hooks
-        if steps_may_nest(self._config.optimizers):
+        if not are_plain(self._config.optimizers) and steps_may_nest(self._config.optimizers):
             hooks = tuple(outermost(hook, self._config.optimizers) for hook in hooks)
         # Hooks stay outside of a step that is compiled.
         before, after = map(torch.compiler.disable, hooks)
@@ -449,7 +449,7 @@ class FederatedScaling:
         elif needs_following(self._config.optimizers):
             observers.append(MomentumSteps(self._ledger.normalized_steps))
             self._effort_of_step = self._ledger.normalized_steps.of_step
-        if self._tells_copies:
+        if self._tells_copies and not are_plain(self._config.optimizers):
             tell_swaps(self._config.optimizers)
             self._copy_watch = CopyWatch()
             observers.append(self._copy_watch)

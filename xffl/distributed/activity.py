@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import inspect
 import sys
+import traceback
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from xffl.callers import find_caller
+from xffl.callers import find_place
 
 __all__ = ["RunActivity"]
 
@@ -88,15 +89,9 @@ class RunActivity:
 
         Else one line says so: where the session ends, or before it where the object is collected.
         """
-        frame = inspect.currentframe()
-        place = find_caller(None if frame is None else frame.f_back).place
-        where = "" if place is None else f" of {place}"
-        name = type(block).__name__
-        line = (
-            f"xffl: the {name}{where} was never entered, so it has made no rounds; put the training loop into a block: "
-            f"with {name}(...):"
-        )
-        expected = weakref.finalize(block, _tell_unentered, line)
+        frames = traceback.walk_stack(inspect.currentframe())
+        lines = [(frame.f_code.co_filename, line) for frame, line in frames]
+        expected = weakref.finalize(block, _tell_unentered, type(block).__name__, lines)
         self._expected.append(expected)
         return expected
 
@@ -123,7 +118,15 @@ class RunActivity:
             self._hook = None
 
 
-def _tell_unentered(line: str) -> None:
+def _tell_unentered(name: str, lines: Sequence[tuple[str, int]]) -> None:
+    """Say that a block was never entered which was made by the nearest of these lines that is the script's."""
     # At the interpreter's end last_type tells that an error has ended the script.
-    if sys.exc_info()[0] is None and getattr(sys, "last_type", None) is None:
-        print(line, file=sys.stderr, flush=True)
+    if sys.exc_info()[0] is not None or getattr(sys, "last_type", None) is not None:
+        return
+    place = find_place(lines)
+    where = "" if place is None else f" of {place}"
+    line = (
+        f"xffl: the {name}{where} was never entered, so it has made no rounds; put the training loop into a block: "
+        f"with {name}(...):"
+    )
+    print(line, file=sys.stderr, flush=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import platform
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -31,12 +31,13 @@ __all__ = [
     "barrier",
     "cell_gpu",
     "check_consistent",
+    "compare_hashes",
     "compute_device",
     "connect",
     "control_device",
-    "find_alike",
     "gather_objects",
     "gather_runtimes",
+    "hash_of",
     "home_device",
     "keep_error",
     "message_device",
@@ -156,28 +157,16 @@ def check_consistent(
 
 def _is_same_everywhere(own: object, group: Group | None) -> bool:
     """Tell whether all ranks have a value whose ``repr`` is the same; an all-reduce of 16 bytes over the group."""
-    [is_same] = _compare_hashes([_hash_of(own)], group)
+    [is_same] = compare_hashes([hash_of(own)], group)
     return is_same
 
 
-def find_alike(values: Mapping[str, object], group: Group | None = None) -> frozenset[str]:
-    """Return the names of those values of which all ranks have the same; all ranks get the same names.
-
-    Collective over the group: one all-reduce, of 16 bytes for each value. The names come in one order on all ranks.
-    Values are the same where their ``repr`` is; ``None`` is one that a rank cannot tell, and never alike.
-    """
-    hashes = [None if value is None else _hash_of((name, value)) for name, value in values.items()]
-    with NamedWait(next(iter(values)), group):
-        are_alike = _compare_hashes(hashes, group)
-    return frozenset(name for name, is_alike in zip(values, are_alike, strict=True) if is_alike)
-
-
-def _hash_of(value: object) -> int:
+def hash_of(value: object) -> int:
     """Return a hash of 63 bits that is the same on all ranks for values with the same ``repr``."""
     return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:8], "big") >> 1
 
 
-def _compare_hashes(hashes: Sequence[int | None], group: Group | None) -> list[bool]:
+def compare_hashes(hashes: Sequence[int | None], group: Group | None) -> list[bool]:
     """Tell for each hash whether all ranks have the same one, and none has ``None``; collective over the group."""
     # A hash and its negative give the minimum and the maximum: both are this rank's own only where all have the same.
     # No hash is negative, so the minimum is not the maximum where a rank has -1 in both places.

@@ -40,7 +40,6 @@ from xffl.distributed.distributed_state import (
 from xffl.distributed.failures.uncaught import keep_store, note_end, tell_once
 from xffl.distributed.groups import (
     ON_GPUS,
-    STREAMED,
     check_backend,
     check_device,
     check_link_backend,
@@ -51,19 +50,19 @@ from xffl.distributed.groups import (
     with_host_side,
 )
 from xffl.distributed.parameters import DeviceParameters, ElasticParameters
+from xffl.distributed.startup.file_limit import is_ample, raise_file_limit
 from xffl.distributed.startup.meeting import (
     agree_on_store,
     meet,
     note_meeting_failed,
     world_store,
 )
-from xffl.distributed.startup.open_files import FileLimit, connections_of_votes, files_of_groups, files_of_store
-from xffl.distributed.startup.stores import has_agents_store
 from xffl.errors import ConfigError, LaunchError, StateError, XfflError
 from xffl.topology import Topology
 
 if TYPE_CHECKING:
     from xffl.distributed.startup.cell_request import CellRequest
+    from xffl.distributed.startup.open_files import SessionFiles
 
 __all__ = [
     "cleanup_distributed_process_group",
@@ -253,18 +252,18 @@ def setup_distributed_process_group(
         "master_port": master_port,
     }
     place = _find_place(told)
-    files = FileLimit.raised()
+    most_files = raise_file_limit()
     is_own_address = master_addr is not None or master_port is not None
-    store_files = 1 if has_agents_store(place) and not is_own_address else files_of_store(place.rank, place.world_size)
+    files: SessionFiles | None = None
     if place.world_size > 1:
         tell_once()
-        files.check(place.rank, place.world_size, store_files)  # with fewer the ranks cannot even meet
+        if not is_ample(most_files, place.world_size):
+            files = _count_files(place, most_files, is_own_address=is_own_address)
     if place.is_on_one_host:
         keep_gloo_local()
     ask = partial(
         _request,
         files=files,
-        store_files=store_files,
         backend=backend,
         device=device,
         federated=federated,
@@ -418,8 +417,7 @@ class _Request:
 def _request(
     place: ProcessEnvironment,
     *,
-    files: FileLimit,
-    store_files: int,
+    files: SessionFiles | None,
     backend: str | None,
     device: torch.device | str | int | None,
     federated: Federation | None,
@@ -431,7 +429,7 @@ def _request(
 ) -> _Request:
     """Fill in what was not asked for, from the environment and the machine.
 
-    ``store_files`` tells how many files a store of all ranks needs here.
+    ``files`` counts those that the session needs, where they may be too many.
     """
     default = "cuda" if torch.cuda.is_available() else "cpu"
     chosen = check_device("device", default if device is None else device)
@@ -459,36 +457,22 @@ def _request(
         link_backend=link,
         sources=sources,
     )
+    mesh: tuple[int | None, dict[str, int] | None] = (None, None)
     if not isinstance(sizes, str):
         with sources_named(sources):
-            _resolve_mesh(request, place.world_size, sizes)  # raises what is wrong before the ranks join
-    if place.world_size > 1:
-        files.check(place.rank, place.world_size, _count_files(place, request, store_files))
+            mesh = _resolve_mesh(request, place.world_size, sizes)  # raises what is wrong before the ranks join
+    if files is not None:
+        files.check_groups(sizes, mesh, backend=kind, link_backend=link, streams=count)
     return request
 
 
-def _count_files(place: ProcessEnvironment, request: _Request, store_files: int) -> int:
-    """Return how many files a session opens in this rank at once: while it joins, or when its groups are made."""
-    is_gloo = "gloo" in (request.link_backend or request.backend)
-    stores_and_world = store_files + (files_of_groups([place.world_size]) if is_gloo else 0)
-    joining = store_files + stores_and_world  # the store of the meeting is still open
-    if request.federated is None or isinstance(request.federated, str):
-        return joining
-    try:
-        hsdp, shape = _resolve_mesh(request, place.world_size, request.federated)
-        topology = Topology(place.world_size, request.federated, hsdp, shape)
-        groups = topology.groups_of(place.rank)
-    except XfflError:  # raised when the ranks have compared what they ask for
-        return joining
-    made = 0
-    for group in groups:
-        is_crossing = group.kind == "federated"
-        if "gloo" in (request.link_backend if is_crossing and request.link_backend else request.backend):
-            handles = (request.streams or 1) if group.kind in STREAMED else 1
-            made += handles * files_of_groups([len(group.ranks)], has_messages=is_crossing)
-    if is_gloo:
-        made += connections_of_votes(topology, place.rank)
-    return max(joining, stores_and_world + made)
+def _count_files(place: ProcessEnvironment, most: float, *, is_own_address: bool) -> SessionFiles:
+    """Return what counts the files of a session in a process that may open few; ConfigError if it cannot even meet."""
+    from xffl.distributed.startup.open_files import SessionFiles
+
+    files = SessionFiles.of(place, most, is_own_address=is_own_address)
+    files.check_store()
+    return files
 
 
 def _resolve_mesh(

@@ -31,6 +31,8 @@ plain round has neither, and goes through none of these files:
   compare whole models; the model of one cell handed over to all.
 - ``stages.unequal_replicas``: which ranks of a cell differ, where a first round finds that some do.
 - ``rank_differences``: what is told where ranks have unequal models, or compute unequal values.
+- ``compared_at_once``: what ranks of new groups, between cells that are worlds of their own, compare in one message.
+- ``holder_groups``: the groups of the ranks of a cell that hold the same elements, under a mesh inside the cells.
 - ``feature_arithmetic``: what combiners, server rules and codecs compute of the patterns on which ranks are compared.
 - ``equal_cells``: the comparison of cells that have to start from, or go on with, the same values.
 - ``planning.lone_coverage``: ``planning.coverage`` where a job is a single cell.

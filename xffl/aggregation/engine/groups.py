@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from xffl.aggregation.engine.holder_groups import make_holder_groups
 from xffl.compat.gloo_connections import is_lazy
 from xffl.distributed.collectives import Group
 from xffl.distributed.consistency import (
@@ -25,20 +26,19 @@ from xffl.distributed.cross_world import CrossWorldGroup
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import Create, Groups
 from xffl.distributed.round_groups import make_round_groups
-from xffl.distributed.startup.open_files import FileLimit, files_of_groups
 from xffl.topology import Topology
 
 if TYPE_CHECKING:
     from xffl.aggregation.engine.arena import Arena
     from xffl.aggregation.engine.decision.consensus import RoundCoordinator
     from xffl.aggregation.engine.exchange import Exchange
+    from xffl.aggregation.engine.setup import Comparison
     from xffl.aggregation.options import Options
 
 __all__ = [
     "RoundGroups",
     "RoundScope",
     "make_creator",
-    "make_holder_groups",
     "select_groups",
 ]
 
@@ -64,6 +64,8 @@ class RoundScope:
     goes_on: bool = False  # what was agreed on last is told or taken over afterwards, instead of read from the model
     # leaves what was opened for it alone, when its aggregator is closed; collective over all its ranks
     leave: Callable[[], None] | None = None
+    # makes what compares the ranks before their rounds, of their group; None: Comparison
+    compare: Callable[[Group | None], Comparison] | None = None
     # makes what votes on its rounds; None: RoundCoordinator
     coordinate: Callable[[Exchange, RoundScope, Options, int], RoundCoordinator] | None = None
 
@@ -178,17 +180,18 @@ def select_groups(
         assert not isinstance(world, CrossWorldGroup), "a scope over several worlds has groups"
         cell = world
     replica, cell = (None if group is None or group.size() == 1 else group for group in (replica, cell))
-    shared = scope.holders
-    if shared is None:
+    shared = scope.holders or {}
+    if scope.holders is None and holders:
         create = make_creator(state, made, scope.first)
         shared = make_holder_groups(create, topology=scope.topology, rank=scope.rank, holders=holders)
     if multi_rail or scope.cross_world is not None:
         across = (world,)
     if multi_rail and scope.cross_world is None and is_lazy(dist.get_world_size()):
+        from xffl.distributed.startup.open_files import check_mesh
+
         # The world's group has the connections of collectives alone, and senders start messages before their peers do.
         with run_on_all_ranks("open files of rails", group=world):
-            files = files_of_groups([scope.topology.world_size], has_messages=True)
-            FileLimit.raised().check(scope.rank, scope.topology.world_size, files)
+            check_mesh(scope.rank, scope.topology.world_size)
         rails = make_creator(state, made, scope.first)
         across = (rails(tuple(range(scope.topology.world_size)), "xffl_federated_rails"),)
     votes = () if control_device(world).type == "cpu" else (world,)
@@ -211,33 +214,6 @@ def select_groups(
         holders=shared,
         make=None if scope.own else make,
     )
-
-
-def make_holder_groups(
-    create: Create, *, topology: Topology, rank: int, holders: Collection[tuple[int, ...]]
-) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Make a group of the ranks of this cell that hold one of the same shards, for all sets that this rank is in.
-
-    Collective over the world.
-    """
-    # Sets without a common shard are made together, so that ranks make few placeholders.
-    together: list[list[tuple[int, ...]]] = []
-    for shards in sorted(holders):
-        free = next((sets for sets in together if not set(shards) & {shard for one in sets for shard in one}), None)
-        if free is None:
-            together.append(free := [])
-        free.append(shards)
-    at = topology.coordinates(rank)
-    made = {}
-    for sets in together:
-        mine = next((shards for shards in sets if at.shard in shards), None)
-        if mine is None:
-            create((rank,), "xffl_holders_placeholder")
-            continue
-        replicas = range(topology.replicas(at.cell))
-        ranks = (topology.rank_of(at.cell, replica, shard) for replica in replicas for shard in mine)
-        made[mine] = create(tuple(sorted(ranks)), "xffl_holders")
-    return made
 
 
 def make_creator(state: DistributedState, made: list[dist.ProcessGroup], first: int) -> Create:

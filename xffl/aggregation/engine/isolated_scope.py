@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from xffl.aggregation.engine.cell_groups import make_cell_groups
+from xffl.aggregation.engine.compared_at_once import ComparisonAtOnce
 from xffl.aggregation.engine.groups import RoundScope
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.isolated_cell import IsolatedCell
@@ -33,5 +34,12 @@ def open_scope(state: DistributedState, isolated: IsolatedCell, *, overlaps: boo
         group.close()
 
     return RoundScope(
-        state, topology=topology, first=first, groups=groups, own=tuple(made), cross_world=group, leave=leave
+        state,
+        topology=topology,
+        first=first,
+        groups=groups,
+        own=tuple(made),
+        cross_world=group,
+        leave=leave,
+        compare=ComparisonAtOnce,
     )

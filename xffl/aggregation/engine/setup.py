@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from enum import Enum
 from functools import partial
 
 import torch
@@ -14,7 +12,7 @@ from torch import nn
 
 from xffl.aggregation.algorithms.combiners import WeightedCombiner
 from xffl.aggregation.arithmetic import is_built_in
-from xffl.aggregation.engine.arithmetic_check import Arithmetic, compare_arithmetic, processor_number, read_arithmetic
+from xffl.aggregation.engine.arithmetic_check import Arithmetic, compare_arithmetic, processor_number
 from xffl.aggregation.engine.buffers import Copies, Layout
 from xffl.aggregation.engine.equal_cells import check_start
 from xffl.aggregation.engine.exchange import Exchange, Memory, Way
@@ -55,7 +53,6 @@ from xffl.distributed.collectives import Group, all_reduce
 from xffl.distributed.consistency import (
     check_consistent,
     control_device,
-    find_alike,
     keep_error,
     run_on_all_ranks,
 )
@@ -65,23 +62,20 @@ from xffl.topology import Topology
 
 __all__ = [
     "ComparedModels",
+    "Comparison",
+    "RankModel",
     "agree_on_number",
+    "arithmetic_of",
     "check_given",
     "compare_models",
     "compare_processors",
     "make_copies",
     "make_exchange",
+    "plan_items",
 ]
 
-
-class Subject(str, Enum):
-    """What ranks compare before they make rounds together."""
-
-    MODELS = "models"
-    AXES = "axes"  # that tensors are cut along
-    ARITHMETIC = "arithmetic"
-    PLANS = "exchange plans"
-    NUMBERS = "numbers of aggregators"
+MODELS = "models"
+"""What ranks compare first."""
 
 
 @dataclass(frozen=True)
@@ -105,12 +99,50 @@ class ComparedModels:
     manifest: Manifest
     axes: Sequence[Sequence[Axis]]  # by cell, that tensors are cut along
     replica_tensors: ReplicaTensors | None  # the parts of all shards, where cells have a mesh
-    alike: frozenset[str]  # what is known to be the same on all ranks, and need not be compared again
+    comparison: Comparison  # how the rest is compared that ranks must have in common
 
     @property
     def moving(self) -> Sequence[TensorInfo]:
         """The tensors that rounds move."""
         return self.manifest.moving if self.replica_tensors is None else self.replica_tensors.moving
+
+
+class Comparison:
+    """Compares what ranks must have in common before they make rounds together: here each thing by a call of its own.
+
+    The ranks of one world may be in other calls, which comparisons of one size find out. All methods but
+    :meth:`begin` are collective over the group. They raise the same error on all ranks where these differ.
+
+    :param group: The ranks; ``None`` for the world.
+    """
+
+    def __init__(self, group: Group | None) -> None:
+        self.group = group
+
+    def begin(self, own: RankModel | None) -> None:
+        """Take note of what this rank has to do with rounds, ``None`` if it has an error; some compare it at once."""
+
+    def compare_models(self, text: str, error: XfflError | None) -> None:
+        """Compare what ``text`` says of the ranks' models and options, or raise the error of one of them."""
+        check_consistent(MODELS, text, error=error, describe=describe_models, group=self.group)
+
+    def gather_axes(self, own: RankModel) -> Sequence[Sequence[Axis]]:
+        """Return by cell the axes that its tensors are cut along."""
+        return gather_axes(own.axes, own.scope.topology, own.scope.world)
+
+    def compare_arithmetic(self, arithmetic: Arithmetic, world: Group | None) -> None:
+        """Compare what the ranks compute of fixed values."""
+        compare_arithmetic(arithmetic, group=world)
+
+    def compare_plans(self, plan: str, world: Group | None) -> None:
+        """Compare what the ranks are about to exchange."""
+        check_consistent("exchange plans", plan, group=world)
+
+    def agree_on_number(self, number: int, world: Group | None) -> int:
+        """Return the highest number of any rank."""
+        highest = torch.tensor(number, dtype=torch.int64, device=control_device(world))
+        all_reduce(highest, dist.ReduceOp.MAX, world)
+        return int(highest)
 
 
 def compare_models(
@@ -125,25 +157,24 @@ def compare_models(
     Collective over the world: a few bytes a rank, with a mesh inside the cells some hundred for each of its tensors.
     """
     group = state.cross_world if isinstance(state, RoundScope) else None
+    makes_comparison = state.compare if isinstance(state, RoundScope) else None
+    comparison = (makes_comparison or Comparison)(group)
     own: RankModel | None = None
     with keep_error(
         lambda wrong: ConfigError(f"the model or its policies cannot be read: {type(wrong).__name__}: {wrong}")
     ) as failure:
         own = _read_model(model, state, read, is_reduced_by_caller=is_reduced_by_caller)
-    # The ranks of one world may be in other calls, which comparisons of one size find out.
-    alike: frozenset[str] = frozenset() if group is None else _compare_at_once(own, group)
-    if Subject.MODELS not in alike:
-        text = "" if own is None else own.text
-        check_consistent(Subject.MODELS.value, text, error=failure.error, describe=describe_models, group=group)
+    comparison.begin(own)
+    comparison.compare_models("" if own is None else own.text, failure.error)
     assert own is not None, "all ranks have raised the error"
     scope, options, manifest, rank_tensors = own.scope, own.options, own.manifest, own.tensors
     topology = scope.topology
     if rank_tensors is None:
-        axes = (own.axes,) * topology.cells if Subject.AXES in alike else gather_axes(own.axes, topology, scope.world)
-        return ComparedModels(scope, options, manifest, axes=axes, replica_tensors=None, alike=alike)
+        axes = comparison.gather_axes(own)
+        return ComparedModels(scope, options, manifest, axes=axes, replica_tensors=None, comparison=comparison)
     mesh = scope.state.hsdp_mesh
     assert mesh is not None, "a state with a cell shape has replicas"
-    with run_on_all_ranks(Subject.MODELS.value, group=group, describe=describe_models) as share:
+    with run_on_all_ranks(MODELS, group=group, describe=describe_models) as share:
         replica_tensors = gather_replica_tensors(rank_tensors, mesh.get_group(1))
         manifest.check_patterns(replica_tensors)
         check_gradients(
@@ -154,7 +185,7 @@ def compare_models(
         )
         share(replica_tensors.text)
     axes = (replica_tensors.axes,) * topology.cells
-    return ComparedModels(scope, options, manifest, axes=axes, replica_tensors=replica_tensors, alike=alike)
+    return ComparedModels(scope, options, manifest, axes=axes, replica_tensors=replica_tensors, comparison=comparison)
 
 
 def _read_model(
@@ -186,35 +217,6 @@ def _read_model(
     return RankModel(scope, options, manifest, axes=axes, tensors=tensors, text=text)
 
 
-def _compare_at_once(own: RankModel | None, group: Group) -> frozenset[str]:
-    """Compare in one message what is compared by several otherwise; return what is the same on all ranks.
-
-    Collective over the group. In a new group a message takes long, and the cells that are left after a loss wait for
-    these. As a rule all is alike. What is not, or what a rank cannot tell, is compared again by itself, which tells how
-    it differs.
-
-    :param own: What this rank knows; ``None`` if it has an error.
-    :param group: The ranks.
-    """
-    texts: dict[str, str | None] = {subject.value: None for subject in Subject}
-    if own is not None:
-        texts[Subject.MODELS] = own.text
-        texts[Subject.NUMBERS] = str(own.scope.state.activity.next_number)
-    if own is not None and own.tensors is None:
-        # If all ranks cut the tensors along the same axes, this is what each of them plans from.
-        axes = (own.axes,) * own.scope.topology.cells
-        expected = ComparedModels(
-            own.scope, own.options, own.manifest, axes=axes, replica_tensors=None, alike=frozenset()
-        )
-        texts[Subject.AXES] = repr(own.axes)
-        with suppress(XfflError):  # raised where it is compared by itself
-            texts[Subject.ARITHMETIC] = read_arithmetic(_arithmetic_of(expected))
-        with suppress(XfflError):
-            texts[Subject.PLANS] = plan_items(expected)[1]
-    alike = find_alike(texts, group)
-    return alike if Subject.AXES in alike else alike - {Subject.PLANS}
-
-
 def _holders_of(topology: Topology, replica_tensors: ReplicaTensors, name: str) -> list[int]:
     """Return the ranks of this rank's cell that hold a tensor, or a part of it."""
     cell = topology.cell_of(dist.get_rank())
@@ -234,13 +236,12 @@ def check_given(model: object, state: object) -> None:
 
 def compare_processors(compared: ComparedModels) -> float:
     """Compare how the ranks compute, and return the number of this rank's kind of processor; collective."""
-    arithmetic = _arithmetic_of(compared)
-    if Subject.ARITHMETIC not in compared.alike:
-        compare_arithmetic(arithmetic, group=compared.scope.world)
+    arithmetic = arithmetic_of(compared)
+    compared.comparison.compare_arithmetic(arithmetic, compared.scope.world)
     return processor_number(*arithmetic.devices)
 
 
-def _arithmetic_of(compared: ComparedModels) -> Arithmetic:
+def arithmetic_of(compared: ComparedModels) -> Arithmetic:
     """Return what rounds compute on this rank, and where; local."""
     server = compared.options.server
     devices = [compared.scope.device]
@@ -261,14 +262,7 @@ def agree_on_number(compared: ComparedModels, world: Group | None) -> int:
 
     Collective over ``world``, the ranks that vote.
     """
-
-    def agree(number: int) -> int:
-        if Subject.NUMBERS in compared.alike:
-            return number
-        highest = torch.tensor(number, dtype=torch.int64, device=control_device(world))
-        all_reduce(highest, dist.ReduceOp.MAX, world)
-        return int(highest)
-
+    agree = partial(compared.comparison.agree_on_number, world=world)
     return compared.scope.state.activity.number_aggregator(agree)
 
 
@@ -299,8 +293,7 @@ def make_exchange(compared: ComparedModels) -> Exchange:
     topology = scope.topology
     rank = scope.rank
     items, plan = plan_items(compared)
-    if Subject.PLANS not in compared.alike:
-        check_consistent(Subject.PLANS.value, plan, group=scope.world)
+    compared.comparison.compare_plans(plan, scope.world)
     masker = None
     if options.secure is not None:
         masker = make_masker(options.secure, rank, topology, context=plan, group=scope.world)

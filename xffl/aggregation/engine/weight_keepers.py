@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -10,7 +11,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from xffl.parallel.zero_mark import find_masters
 
-__all__ = ["GatheredCopies", "WeightKeeper", "read_weights"]
+__all__ = ["GatheredCopies", "WeightKeeper", "may_be_cut", "read_weights"]
+
+ENGINES = frozenset({"deepspeed", "xffl.parallel.deepspeed"})
+"""Modules that are loaded wherever a model's weights may be those of an engine, which keeps masters beside them."""
 
 
 class WeightKeeper(Protocol):
@@ -46,6 +50,11 @@ class GatheredCopies(WeightKeeper):
         """Do nothing: the next step gathers the new values."""
 
 
+def may_be_cut() -> bool:
+    """Tell whether an engine may have cut a model of this process; local."""
+    return not ENGINES.isdisjoint(sys.modules)
+
+
 def read_weights(model: nn.Module) -> tuple[nn.Module, tuple[WeightKeeper, ...]]:
     """Return the module whose tensors rounds move, and what keeps weights beside it; reads masters, if there are any.
 
@@ -55,7 +64,7 @@ def read_weights(model: nn.Module) -> tuple[nn.Module, tuple[WeightKeeper, ...]]
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if sharded:
         keepers.append(GatheredCopies(sharded))
-    masters = find_masters(model)
+    masters = find_masters(model) if may_be_cut() else None
     if masters is None:
         return model, tuple(keepers)
     from xffl.aggregation.engine.master_weights import MasterWeights

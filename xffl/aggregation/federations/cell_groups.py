@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from xffl.aggregation.engine.cell_groups import make_cell_groups
-from xffl.aggregation.engine.groups import make_holder_groups
+from xffl.aggregation.engine.holder_groups import make_holder_groups
 from xffl.aggregation.engine.planning.replica_tensors import describe_rank_tensors, gather_replica_tensors
 from xffl.aggregation.engine.planning.tensors import Manifest, Pattern
 from xffl.aggregation.engine.weight_keepers import read_weights

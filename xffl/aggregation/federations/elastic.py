@@ -19,6 +19,7 @@ from torch import nn
 
 from xffl.aggregation.aggregator import Aggregator
 from xffl.aggregation.engine.arena import Arena
+from xffl.aggregation.engine.compared_at_once import ComparisonAtOnce
 from xffl.aggregation.engine.decision.consensus import RoundBroken, RoundInput
 from xffl.aggregation.engine.decision.elastic_votes import ElasticCoordinator, RoundInDoubt
 from xffl.aggregation.engine.global_model import GlobalModel
@@ -502,6 +503,7 @@ class ElasticAggregator:
             holders=self._groups.holders,
             cross_world=place.group,
             arena=self._arena,
+            compare=ComparisonAtOnce,
             coordinate=partial(ElasticCoordinator, seal=partial(_seal, self._federation)),
         )
         if epoch.base is None:

@@ -7,9 +7,12 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
-__all__ = ["StepObserver", "may_be_wrapped", "needs_following"]
+__all__ = ["StepObserver", "are_plain", "may_be_wrapped", "needs_following"]
+
+PLAIN = frozenset({SGD, Adagrad, Adam, AdamW, NAdam, RAdam, RMSprop})
+"""Optimizers of torch whose step makes no other one's, and that keep no second copy of the weights."""
 
 
 class StepObserver:
@@ -26,6 +29,11 @@ class StepObserver:
 
     def after_round(self, *, is_dropped: bool) -> None:
         """Take note of a round that counts; ``is_dropped`` tells whether this cell was left out of it."""
+
+
+def are_plain(optimizers: Sequence[Optimizer]) -> bool:
+    """Tell whether optimizers are one of torch's own, with nothing in it that has to be looked for."""
+    return len(optimizers) == 1 and type(optimizers[0]) in PLAIN
 
 
 def needs_following(optimizers: Sequence[Optimizer]) -> bool:

@@ -8,31 +8,17 @@ only some ranks raise, or with which the script answers another one, keeps its t
 from __future__ import annotations
 
 import sys
-import threading
-from collections.abc import Callable
-from dataclasses import replace
+from functools import partial
 from types import TracebackType
 
 import torch.distributed as dist
 
-from xffl.cluster.environment import is_isolated
-from xffl.cluster.launch.failure import (
-    describe_failure,
-    is_noted_alike,
-    is_of_all,
-    is_only_lost_peer,
-    leave_together,
-    line_of,
-    note_failure,
-)
-from xffl.distributed.failures.first_failure import JoinedWorld, tell_failure
+from xffl.distributed.failures.ending import Hook, note_in_world, show
+from xffl.distributed.failures.first_failure import JoinedWorld
 from xffl.errors import XfflError
 from xffl.topology import Topology
 
 __all__ = ["keep_store", "note_end", "tell_once"]
-
-_ASK_S = 2.0  # how long a rank that fails asks the others' store
-_Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 
 def tell_once() -> None:
@@ -62,22 +48,7 @@ def note_end(error: BaseException, topology: Topology | None = None) -> None:
     store of the world a rank that fails tells the others so; one that has lost another rank finds out which has failed
     first; and ranks that raise the same error of xffl find out who of them tells it.
     """
-    note_failure(error)
-    if is_noted_alike(error):
-        return
-    world = _world() or _last_world()
-    if dist.is_initialized() and is_isolated():
-        from xffl.distributed.failures.isolated_job import find_job
-
-        world = find_job(_ASK_S) or world
-    if world is None:
-        return
-    if world.topology is None:
-        world = replace(world, topology=topology)
-    # A thread of its own: a store whose host has stopped would keep the caller, and so its end, waiting.
-    asking = threading.Thread(target=tell_failure, args=[error, world], daemon=True)
-    asking.start()
-    asking.join(_ASK_S)
+    note_in_world(error, _world() or _last_world(), topology)
 
 
 def _world() -> JoinedWorld | None:
@@ -99,7 +70,7 @@ def _last_world() -> JoinedWorld | None:
 class _TellOnce:
     """What Python calls with an uncaught exception."""
 
-    def __init__(self, otherwise: _Hook, last_world: JoinedWorld | None = None) -> None:
+    def __init__(self, otherwise: Hook, last_world: JoinedWorld | None = None) -> None:
         self.otherwise = otherwise
         self.last_world = last_world
 
@@ -112,14 +83,4 @@ class _TellOnce:
             self.otherwise(kind, error, traceback)
             return
         note_end(error)
-        only_lost = is_only_lost_peer(error)
-        if not is_noted_alike(error) and not only_lost:
-            self.otherwise(kind, error, traceback)
-            return
-        record = describe_failure(error)
-        line = line_of(error, record)
-        if line is not None:
-            if not only_lost and (record.has_cause or not is_of_all(error)):
-                self.otherwise(kind, error, traceback)
-            print(line, file=sys.stderr, flush=True)
-        leave_together(error)
+        show(error, partial(self.otherwise, kind, error, traceback))

@@ -1,20 +1,31 @@
-"""How many files a process may open, and how many the connections of a session need."""
+"""How many files the connections of a session need, where a process may not open many more."""
 
 from __future__ import annotations
 
-import math
-import resource
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
+from xffl.cluster.environment import ProcessEnvironment
+from xffl.cluster.sizes import Federation
 from xffl.compat.gloo_connections import is_lazy
 from xffl.compat.sockets import count_open_files
 from xffl.costs import neighbours_of_barrier, neighbours_of_votes
-from xffl.errors import ConfigError
+from xffl.distributed.groups import STREAMED
+from xffl.distributed.startup.file_limit import raise_file_limit
+from xffl.distributed.startup.stores import has_agents_store
+from xffl.errors import ConfigError, XfflError
 from xffl.topology import Topology
 
-__all__ = ["FileLimit", "connections_of_group", "connections_of_votes", "files_of_groups", "files_of_store"]
+__all__ = [
+    "FileLimit",
+    "SessionFiles",
+    "check_mesh",
+    "connections_of_group",
+    "connections_of_votes",
+    "files_of_groups",
+    "files_of_store",
+]
 
 GROUP_FILES = 4
 """What a gloo group of one rank opens: a listening socket, and what wakes its thread (torch 2.13)."""
@@ -34,14 +45,9 @@ class FileLimit:
     most: float
 
     @classmethod
-    def raised(cls) -> FileLimit:
-        """Raise this process's limit as far as it may, for the processes that it starts, too; local."""
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if soft != hard:
-            with suppress(OSError, ValueError):  # macOS has a lower one beside it
-                resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-                soft = hard
-        return cls(count_open_files(), math.inf if soft == resource.RLIM_INFINITY else soft)
+    def now(cls, most: float) -> FileLimit:
+        """Count what this process has open; local."""
+        return cls(count_open_files(), most)
 
     def check(self, rank: int, world_size: int, files: int) -> None:
         """Raise ConfigError if a rank that opens so many files in a session cannot; local."""
@@ -51,6 +57,76 @@ class FileLimit:
                 f"the hard limit; raise that where its host starts jobs (ulimit -Hn {needed}, LimitNOFILE of slurmd or "
                 "of the container's service, limits.conf), or start fewer ranks"
             )
+
+
+@dataclass(frozen=True)
+class SessionFiles:
+    """The files that a session needs in this rank, of which few are left.
+
+    :param limit: How many this process has open, and may have.
+    :param place: The place of this process.
+    :param store_files: How many a store of all ranks needs here.
+    """
+
+    limit: FileLimit
+    place: ProcessEnvironment
+    store_files: int
+
+    @classmethod
+    def of(cls, place: ProcessEnvironment, most: float, *, is_own_address: bool) -> SessionFiles:
+        """Count for a process that may open ``most``; ``is_own_address`` tells that it brings no store of an agent."""
+        is_elsewhere = has_agents_store(place) and not is_own_address
+        return cls(FileLimit.now(most), place, 1 if is_elsewhere else files_of_store(place.rank, place.world_size))
+
+    def check_store(self) -> None:
+        """Raise ConfigError if the ranks cannot even meet; local."""
+        self.limit.check(self.place.rank, self.place.world_size, self.store_files)
+
+    def check_groups(
+        self,
+        federated: Federation | None,
+        mesh: tuple[int | None, Mapping[str, int] | None],
+        *,
+        backend: str,
+        link_backend: str | None,
+        streams: int | None,
+    ) -> None:
+        """Raise ConfigError if this rank cannot open what it needs at once; local.
+
+        That is while it joins, or when its groups are made.
+
+        :param federated: The sizes of the cells, or a rule that finds them.
+        :param mesh: The size of a replica, and the shape of a cell.
+        :param backend: The backend inside the cells.
+        :param link_backend: That between cells, where it is another one.
+        :param streams: Handles of each group that has several.
+        """
+        place = self.place
+        most = stores_and_world = self.store_files
+        is_gloo = "gloo" in (link_backend or backend)
+        if is_gloo:
+            stores_and_world += files_of_groups([place.world_size])
+        most += stores_and_world  # the store of the meeting is still open
+        if federated is not None and not isinstance(federated, str):
+            # What is wrong with the sizes is raised when the ranks have compared what they ask for.
+            with suppress(XfflError):
+                made = 0
+                topology = Topology(place.world_size, federated, *mesh)
+                for group in topology.groups_of(place.rank):
+                    is_crossing = group.kind == "federated"
+                    if "gloo" in (link_backend if is_crossing and link_backend else backend):
+                        handles = (streams or 1) if group.kind in STREAMED else 1
+                        made += handles * files_of_groups([len(group.ranks)], has_messages=is_crossing)
+                if is_gloo:
+                    made += connections_of_votes(topology, place.rank)
+                most = max(most, stores_and_world + made)
+        self.limit.check(place.rank, place.world_size, most)
+
+
+def check_mesh(rank: int, world_size: int) -> None:
+    """Raise ConfigError if this rank cannot open a group in which it is connected to all others; local."""
+    files = files_of_groups([world_size], has_messages=True)
+    FileLimit.now(raise_file_limit()).check(rank, world_size, files)
 
 
 def files_of_store(rank: int, world_size: int) -> int:
