@@ -89,7 +89,7 @@ wheels: $(INSTALLED) ## download into wheels/ the packages that a machine with a
 	jsonargparse cryptography cffi pycparser
 
 nccl: $(INSTALLED) ## check all strategies and rounds against NCCL's rules, without a GPU (a quarter of an hour; docs/nccl.rst)
-	NCCL_ALL=1 $(BIN)/python -m pytest -q tests/ranks/test_nccl.py
+	NCCL_ALL=1 $(BIN)/python -m pytest -q -m 'long or not long' tests/ranks/test_nccl.py
 
 bench: $(INSTALLED) ## time rounds against raw collectives; writes runs/bench/
 	$(BIN)/xffl bench --processes 2 --federated 1,1 --out runs/bench

@@ -65,7 +65,12 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         gc.freeze()  # what the tests of a file have imported; each session's end looks through all the rest
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "long" not in config.option.markexpr:
+        # CI runs some rows of a table, `make nightly` all of them.
+        left_out = [item for item in items if item.get_closest_marker("long") is not None]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item.get_closest_marker("long") is None]
     # Long files first: of three workers one would else begin with such a file when the others are nearly done.
     places = {HERE / "ranks" / f"test_{name}.py": place for place, name in enumerate(LONG_FILES)}
     items.sort(key=lambda item: places.get(item.path, len(places)))

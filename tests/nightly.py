@@ -59,8 +59,13 @@ def parts(seeds: int) -> tuple[Part, ...]:
         Part(
             name="nccl",
             what="all strategies and rounds against NCCL's rules",
-            commands=((python, "-m", "pytest", "-q", "tests/ranks/test_nccl.py"),),
+            commands=((python, "-m", "pytest", "-q", "-m", "long or not long", "tests/ranks/test_nccl.py"),),
             environment=(("NCCL_ALL", "1"),),
+        ),
+        Part(
+            name="rows",
+            what="rows of tables of which CI runs only some",
+            commands=((python, "-m", "pytest", "-q", "-m", "long", "-n", "2", "tests/unit", "tests/ranks"),),
         ),
         Part(
             name="draws",

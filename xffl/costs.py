@@ -5,7 +5,10 @@ Without torch, so that ``xffl plan`` forecasts what the ranks will do.
 
 from __future__ import annotations
 
+import math
+
 from xffl import __version__
+from xffl.topology import Topology
 
 __all__ = [
     "EXCHANGE_FORMAT",
@@ -19,6 +22,8 @@ __all__ = [
     "TINY_FOR_TWO",
     "form_of",
     "format_refusal",
+    "neighbours_of_barrier",
+    "neighbours_of_votes",
     "own_format",
     "pipeline_depth",
 ]
@@ -89,3 +94,26 @@ def pipeline_depth(nbytes: float, count: float, cells: int, form: str) -> int:
     # A third of them at most, so that the work on the others and their way inside the cell overlap these.
     most = min(MOST_IN_FLIGHT, count / 3, IN_FLIGHT_BYTES / arriving if arriving else IN_FLIGHT)
     return max(IN_FLIGHT, int(most))
+
+
+def neighbours_of_barrier(rank: int, size: int) -> set[int]:
+    """Return the ranks of a group with which a barrier connects one: those that are 1, 2, 4 and so on away; pure.
+
+    Gloo's ring collectives and its broadcasts use these, too.
+    """
+    away = [2**exponent for exponent in range(math.ceil(math.log2(size)))] if size > 1 else []
+    return {(rank + sign * distance) % size for distance in away for sign in (1, -1)} - {rank}
+
+
+def neighbours_of_votes(topology: Topology, rank: int) -> set[int]:
+    """Return the ranks with which one exchanges messages in a vote; pure.
+
+    They are its parent and its children in the binary tree of its cell, and other cells' first ranks for a first one.
+    """
+    cell = topology.cell_of(rank)
+    start = topology.offsets[cell]
+    place = rank - start
+    below = {start + child for child in (2 * place + 1, 2 * place + 2) if start + child < topology.offsets[cell + 1]}
+    if place:
+        return {start + (place - 1) // 2} | below
+    return {offset for number, offset in enumerate(topology.offsets[:-1]) if number != cell} | below

@@ -1,12 +1,13 @@
-"""Kill a federated Trainer of transformers at random moments, and start it again with the same command.
+"""Kill a federated Trainer of transformers or of TRL at random moments, and start it again with the same command.
 
-    python -m tests.chaos.trainer [--kills 10] [--seed N] [--out FILE]
+    python -m tests.chaos.trainer [--kinds DDP FSDP2 SFT LoRA-SFT DPO LoRA-DPO] [--kills 10] [--seed N] [--out FILE]
 
 Two isolated cells of two ranks, started by ``xffl exec --isolate``; a round after every third step, a save after every
-second one. Half of the kills hit a run whose cells are DDP, half one of FSDP2. A kill ends the launcher and all ranks
-with ``kill -9``, at a random moment after a random step; and as each run is killed several times, also while it goes on
-from an earlier kill. Printed is a line for each kill, with the checkpoints that were being written or removed at that
-moment. The exit code is 1 if the final ``model.safetensors`` of a cell is not that of the run that nobody killed.
+second one. The kills are dealt out to the kinds: Trainer by DDP and by FSDP2 unless others are asked for. A kill ends
+the launcher and all ranks with ``kill -9``, at a random moment after a random step; and as each run is killed several
+times, also while it goes on from an earlier kill. Printed is a line for each kill, with the checkpoints that were being
+written or removed at that moment. The exit code is 1 if the final weights of a cell are not those of the run without
+kills.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ from tests.processes import still_there
 from xffl.integrations.checkpoints import MARKER
 
 CELLS = 2
-KINDS = ("DDP", "FSDP2")
 LONGEST_MOMENT_S = 0.3
 """Of the time from the step that a kill waits for to the kill"""
 SLOWEST_RUN_S = 600.0
@@ -48,12 +48,11 @@ def family_of(process: int) -> list[int]:
 def running(folder: Path, kind: str, steps: int) -> Iterator[subprocess.Popen[bytes]]:
     """Start the run of a folder, or start it again; it has ended behind the block."""
     command = [sys.executable, "-m", "xffl", "exec", "--isolate", "--processes", "4", "--federated", "2,2"]
-    command += [str(HERE / "trainer_cell.py"), str(folder), "--steps", str(steps)]
-    command += ["--sharded"] if kind == "FSDP2" else []
+    command += [str(HERE / "trainer_cell.py"), str(folder), "--steps", str(steps), "--kind", kind]
     with (folder / "output.log").open("ab") as output:
         process = subprocess.Popen(
             command,
-            env=environment(),
+            env=environment() | {"HF_HUB_OFFLINE": "1"},  # TRL asks for a template of its own for cards of models
             cwd=REPO,
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -113,7 +112,8 @@ def finish(folder: Path, kind: str, steps: int) -> list[bytes]:
         code = process.wait(timeout=SLOWEST_RUN_S)
     if code:
         raise SystemExit(f"the run with {kind} has ended with exit code {code}; see {folder}/output.log")
-    return [(folder / f"cell_{cell}/model.safetensors").read_bytes() for cell in range(CELLS)]
+    files = [next((folder / f"cell_{cell}").glob("*model.safetensors")) for cell in range(CELLS)]
+    return [file.read_bytes() for file in files]
 
 
 def try_kind(folder: Path, kind: str, kills: int, steps: int, chance: random.Random) -> dict[str, Any]:
@@ -137,6 +137,7 @@ def try_kind(folder: Path, kind: str, kills: int, steps: int, chance: random.Ran
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kinds", nargs="+", default=["DDP", "FSDP2"])
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**32))
@@ -146,8 +147,8 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="xffl-trainer-"))
     print(f"seed {options.seed}, {folder}", flush=True)
     results = []
-    for number, kind in enumerate(KINDS):
-        kills = (options.kills + len(KINDS) - 1 - number) // len(KINDS)
+    for number, kind in enumerate(options.kinds):
+        kills = (options.kills + len(options.kinds) - 1 - number) // len(options.kinds)
         results.append(try_kind(folder, kind, kills, options.steps, chance))
     if options.out is not None:
         options.out.write_text(json.dumps({"seed": options.seed, "results": results}, indent=1) + "\n")

@@ -29,6 +29,8 @@ def main() -> None:
                 optimizer.step()
                 optimizer.zero_grad()
                 time.sleep(0.02)
+        mean = xffl.mean_over_cell(torch.tensor(10.0 * cell + state.rank), state)
+        assert mean.item() == 10 * cell + (state.topology.world_size - 1) / 2, mean
         print(f"cell {cell}/{len(sizes)} rank {state.rank}/{state.topology.world_size} shared rounds", flush=True)
 
 

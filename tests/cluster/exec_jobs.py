@@ -73,6 +73,7 @@ def check_isolated(folder: Path, sizes: tuple[int, ...]) -> list[dict[str, Any]]
         assert [one["cell"] for one in of_cell] == [[cell, len(sizes), rank, size] for rank in range(size)]
         assert [one["RANK"] for one in of_cell] == [str(rank) for rank in range(size)]
         assert {one["sum"] for one in of_cell} == {float(sum(range(first, first + size)))}, "the cell is the world"
+        assert {one["mean"] for one in of_cell} == {first + (size - 1) / 2}
         first += size
     mean = sum(range(len(sizes))) / len(sizes)
     assert all(one["weights"] == [mean, mean] for one in ranks), "the round has crossed"

@@ -27,6 +27,7 @@ aggregator.aggregate()
 aggregator.close()
 told = {name: os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_PROCID")}
 told |= {"cell": [state.cell, state.cells, state.cell_rank, state.cell_size], "sum": float(numbers)}
+told |= {"mean": xffl.mean_over_cell(float(state.job_rank or 0), state)}
 told |= {"weights": model.weight.detach().flatten().tolist(), "argv": sys.argv}
 part = Path(sys.argv[1], f".told.{state.job_rank}")
 part.write_text(json.dumps(told))

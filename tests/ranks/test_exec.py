@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes import is_alive, still_there
+from tests.rows import some_of
 from xffl.cluster.launch.runner import RankJob
 
 DEADLINE_S = 120
@@ -167,7 +168,9 @@ def test_what_a_rank_has_told_before_it_is_killed_counts(xffl: Start, how: str, 
     assert ended == code and any(err.splitlines()[-1].startswith(told.format(rank=rank)) for rank in range(2)), err
 
 
-@pytest.mark.parametrize("answer", ["sys.exit(75)", "sys.exit(143)", "raise ValueError('mine')"])
+@pytest.mark.parametrize(
+    "answer", some_of(("sys.exit(75)", "sys.exit(143)", "raise ValueError('mine')"), "sys.exit(143)")
+)
 def test_answers_to_the_end_of_another_rank_are_no_causes(xffl: Start, answer: str) -> None:
     script = f"""
         import os, signal, sys, time
@@ -306,10 +309,10 @@ raise RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:1")
     ("ending", "code", "words"),
     [
         ("os._exit(17)", 17, "exited with code 17"),
-        ("sys.exit(3)", 3, "exited with code 3"),
+        pytest.param("sys.exit(3)", 3, "exited with code 3", marks=pytest.mark.long),
         ("sys.exit('no data')", 1, "exited with code 1"),
         ("os.kill(os.getpid(), 9)", 137, "was killed by SIGKILL (signal 9)"),
-        ("os.kill(os.getpid(), 11)", 139, "was killed by SIGSEGV (signal 11)"),
+        pytest.param("os.kill(os.getpid(), 11)", 139, "was killed by SIGSEGV (signal 11)", marks=pytest.mark.long),
     ],
 )
 def test_exit_codes(xffl: Start, ending: str, code: int, words: str) -> None:

@@ -132,11 +132,11 @@ def export_all(tmp_path: Path, cells: tuple[int, ...], hsdp: int | None, dtype: 
 @pytest.mark.parametrize(
     ("cells", "hsdp", "dtype", "combine"),
     [
-        ((1, 1), None, torch.float32, "mean"),
-        ((2, 2), None, torch.bfloat16, "mean"),
         ((4, 2), 2, torch.float32, "mean"),
-        ((2, 2), 1, torch.float64, "mean"),
         ((1, 2, 3), None, torch.float16, "mean"),
+        pytest.param((1, 1), None, torch.float32, "mean", marks=pytest.mark.long),
+        pytest.param((2, 2), None, torch.bfloat16, "mean", marks=pytest.mark.long),
+        pytest.param((2, 2), 1, torch.float64, "mean", marks=pytest.mark.long),
         ((1, 2, 1, 1), None, torch.float32, "median"),
     ],
 )
@@ -324,7 +324,9 @@ class LabelledTrainer(TaskTrainer):
         return self.train_loader(TensorDataset(images, labels), labels=labels), None
 
 
-@pytest.mark.parametrize(("sizes", "algorithm"), [((1, 1), "diloco"), ((2, 1), None)])
+@pytest.mark.parametrize(
+    ("sizes", "algorithm"), [((1, 1), "diloco"), pytest.param((2, 1), None, marks=pytest.mark.long)]
+)
 def test_training_over_files_has_the_bits_of_training_over_a_network(
     sizes: tuple[int, ...], algorithm: str | None, tmp_path: Path
 ) -> None:
@@ -436,7 +438,7 @@ def scripted(
         return whole(model), place
 
 
-@pytest.mark.parametrize("sizes", [(1, 1), (2, 1)])
+@pytest.mark.parametrize("sizes", [pytest.param((1, 1), marks=pytest.mark.long), (2, 1)])
 def test_a_script_over_files_has_the_bits_of_one_over_a_network(sizes: tuple[int, ...], tmp_path: Path) -> None:
     joined = run_world(sum(sizes), scripted, free_port(), sizes, (0, 4), {}, "median", init=False)
     start: dict[str, str] = {}

@@ -38,6 +38,7 @@ from torch.utils.data import TensorDataset
 
 import xffl
 from tests.ports import free_port
+from tests.rows import some_of
 from tests.tasks import TaskConfig, TaskTrainer, whole_weights
 from tests.worlds import WorldError, be_launched, run_world
 from xffl.distributed import (
@@ -193,7 +194,7 @@ def train(
         }
 
 
-@pytest.mark.parametrize("form", ["fsdp", "ddp"])
+@pytest.mark.parametrize("form", some_of(("fsdp", "ddp"), "ddp"))
 def test_a_group_is_killed_and_comes_back(form: str, lighthouse: Lighthouse) -> None:
     ranks = 2 if form == "fsdp" else 1
     groups = Groups(ranks, lighthouse)
@@ -303,7 +304,9 @@ def fit(folder: str, how: dict[str, Any], die_after: int = -1, epochs: int = EPO
 
 
 @pytest.mark.parametrize(
-    "how", [{"fault_tolerance": FaultToleranceParameters(min_replica_size=1)}, {}], ids=["configured", "replaced"]
+    "how",
+    some_of(({"fault_tolerance": FaultToleranceParameters(min_replica_size=1)}, {}), {}),
+    ids=["configured", "replaced"],
 )
 def test_a_trainers_group_takes_all_over(how: dict[str, Any], lighthouse: Lighthouse, tmp_path: Path) -> None:
     groups = Groups(2, lighthouse)

@@ -561,9 +561,15 @@ def be_elastic(cell: int, port: int, url: str, folder: str, *, is_back: bool) ->
     return weights_of(trainer.model), rounds.total_weight, cells, rounds.resumed is not None
 
 
-def lose_a_cell(rank: int, world_size: int, url: str, folder: str) -> list[Any]:
-    """Be a launcher of two cells, and start one again after its death; return what each has returned."""
-    import_once()
+def lose_a_cell(
+    rank: int, world_size: int, url: str, folder: str, prepare: Callable[[], Any], be_cell: Callable[..., Any]
+) -> list[Any]:
+    """Be a launcher of two cells, and start one again after its death; return what each has returned.
+
+    :param prepare: Imports what both need.
+    :param be_cell: Trains, as :func:`be_elastic`.
+    """
+    prepare()
     results = [Path(folder, str(cell)) for cell in range(2)]
     running: dict[int, int] = {}
 
@@ -571,7 +577,7 @@ def lose_a_cell(rank: int, world_size: int, url: str, folder: str) -> list[Any]:
         port = free_port()
         process = os.fork()
         if process == 0:
-            be_forked(results[cell], partial(be_elastic, cell, port, url, folder, is_back=is_back))
+            be_forked(results[cell], partial(be_cell, cell, port, url, folder, is_back=is_back))
         running[process] = cell
 
     for cell in range(2):
@@ -589,7 +595,13 @@ def lose_a_cell(rank: int, world_size: int, url: str, folder: str) -> list[Any]:
 
 @pytest.mark.skipif(find_spec("torchft") is None, reason="needs the extra elastic")
 def test_a_lost_cell_of_an_elastic_run_comes_back_and_contributes(lighthouse: str, tmp_path: Path) -> None:  # noqa: F811
-    [(stayed, returned)] = run_world(1, lose_a_cell, lighthouse, str(tmp_path), init=False, timeout_s=200)
+    check_that_it_came_back(lighthouse, tmp_path, import_once, be_elastic)
+
+
+def check_that_it_came_back(url: str, folder: Path, prepare: Callable[[], Any], be_cell: Callable[..., Any]) -> None:
+    """Lose a cell; see that the other one went on alone, then both together, to the same end."""
+    told = run_world(1, lose_a_cell, url, str(folder), prepare, be_cell, init=False, timeout_s=200)
+    [(stayed, returned)] = told
     weights, total_weight, cells, is_resumed = stayed
     assert not is_resumed
     assert cells[0] == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from functools import partial
 from importlib import import_module
@@ -10,6 +11,7 @@ from pydoc_data import topics
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 import xffl
 from tests.ranks.test_federate import differ, make_model, run_job, weights_of
@@ -104,20 +106,29 @@ def make_plain(folder: str, cell: int, **given: Any) -> Any:
     )
 
 
-def make_dpo(folder: str, cell: int, *, is_adapted: bool = False, reference: int = 0, **given: Any) -> Any:
-    from datasets import Dataset
+def make_dpo(
+    folder: str, cell: int, *, is_adapted: bool = False, is_own: bool = False, reference: int = 0, **given: Any
+) -> Any:
+    from datasets import load_dataset
     from trl import DPOConfig, DPOTrainer
 
-    lines = read_lines()
+    lines = read_lines()[cell::2] if is_own else read_lines()
     pairs = [
         {"prompt": line[:12], "chosen": line[12 : 14 + index % 20], "rejected": line[20 : 22 + index % 8]}
         for index, line in enumerate(lines)
     ]
+    args = configure(DPOConfig, folder, **given)
+    # What TRL computes before training is found by other ranks in the cache of a dataset that was loaded.
+    home = Path(folder, f"pairs_{xffl.adopt().cell}")
+    home.mkdir(parents=True, exist_ok=True)
+    (home / f"{os.environ['RANK']}.json").write_text("\n".join(map(json.dumps, pairs)))
+    dist.barrier()
+    rows = load_dataset("json", data_files=str(home / "0.json"), split="train", cache_dir=str(home))
     return DPOTrainer(
         model=make_bytes_model(0 if is_adapted else cell),
         ref_model=None if is_adapted else make_bytes_model(reference),
-        args=configure(DPOConfig, folder, **given),
-        train_dataset=Dataset.from_list(pairs),
+        args=args,
+        train_dataset=rows,
         processing_class=make_tokenizer(),
         peft_config=make_adapters() if is_adapted else None,
     )
@@ -128,7 +139,8 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "plain": (make_plain, {"packing": True}),
     "sft": (make_sft, {"is_adapted": True, "is_sharded": True}),
     "dpo": (make_dpo, {}),
-    "adapted dpo": (make_dpo, {"is_adapted": True}),
+    "own dpo": (make_dpo, {"is_adapted": True, "is_own": True}),
+    "precomputed": (make_dpo, {"is_adapted": True, "is_own": True, "precompute_ref_log_probs": True}),
 }
 
 
@@ -147,7 +159,7 @@ def be_cell(rank: int, world_size: int, port: int, case: str, folder: str) -> di
     with enter_isolation(SIZES) as isolated:
         trainer = make(folder, isolated.cell, **options)
         tokens = count_tokens(trainer.train_dataset)
-        rounds = federate(trainer, every=EVERY)
+        rounds = federate(trainer, every=EVERY, data="own" if "is_own" in options else "split")
         trainer.train()
     return {
         "weights": weights_of(trainer.model_wrapped),
@@ -191,10 +203,12 @@ def test_trainers_of_trl_train_cells(tmp_path: Path) -> None:
             assert differ(rank["weights"], trained[0]["weights"]) == 0.0, case
             assert rank["counts"] == trained[0]["counts"]
             if "packing" not in CASES[case][1]:
-                assert sum(map(sum, rank["counts"])) == rank["tokens"], case
+                datasets = trained[:: SIZES[0]] if "is_own" in CASES[case][1] else trained[:1]
+                assert sum(map(sum, rank["counts"])) == sum(each["tokens"] for each in datasets), case
             if case != "plain":  # the means of TRL's metrics stay in the lines of losses
                 names = {"xffl/round", "xffl/cells", "xffl/bytes", "xffl/seconds"}
                 assert [line for line in rank["log"] if line] == [names, {"entropy"}] * 2, case
     assert differ(ranks["packed"][0]["weights"], ranks["plain"][0]["weights"]) < 1e-6
     assert ranks["packed"][0]["counts"] == ranks["plain"][0]["counts"]
+    assert differ(ranks["own dpo"][0]["weights"], ranks["precomputed"][0]["weights"]) < 1e-6
     assert "reference parameters differ between the cells" in refusals[0]

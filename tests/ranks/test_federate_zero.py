@@ -48,7 +48,14 @@ def gather(model: Any) -> Weights:
 
 
 def be_cell(
-    rank: int, world_size: int, port: int, folder: str, stage: int, death: int | None = None, **given: Any
+    rank: int,
+    world_size: int,
+    port: int,
+    folder: str,
+    stage: int,
+    death: int | None = None,
+    is_adapted: bool = False,
+    **given: Any,
 ) -> tuple[Weights, list[Any], int]:
     """Train, until the first rank's death before a local step."""
     from transformers import TrainerCallback
@@ -62,7 +69,8 @@ def be_cell(
 
     be_launched(rank, world_size, port)
     with enter_isolation(SIZES) as isolated:
-        trainer = make_trainer(folder, make_model(isolated.cell), deepspeed=configure(stage), bf16=False, **given)
+        model = make_model(isolated.cell, is_adapted=is_adapted)
+        trainer = make_trainer(folder, model, deepspeed=configure(stage), bf16=False, **given)
         rounds = federate(trainer, every=EVERY)
         trainer.add_callback(Mortality())
         trainer.train()
@@ -74,24 +82,29 @@ def be_mortal(rank: int, world_size: int, port: int, folder: str, death: int) ->
     return be_cell(rank, world_size, port, folder, 2, death, save_strategy="steps", save_steps=3)
 
 
-def train_all(rank: int, world_size: int, folder: str) -> tuple[list[Any], list[list[Any]], list[Any]]:
+def be_adapted(rank: int, world_size: int, port: int, folder: str) -> tuple[Weights, list[Any], int]:
+    return be_cell(rank, world_size, port, folder, 2, is_adapted=True)
+
+
+def train_all(rank: int, world_size: int, folder: str) -> tuple[list[Any], dict[str, list[Any]], list[Any]]:
     os.environ["DS_ACCELERATOR"] = "cpu"
     import_once()
     # It would be compiled for a minute.
     import_module("deepspeed.ops").__compatible_ops__["deepspeed_shm_comm"] = False
-    trained = [run_job(sum(SIZES), be_cell, f"{folder}/{stage}", stage) for stage in STAGES]
+    trained = {f"stage {stage}": run_job(sum(SIZES), be_cell, f"{folder}/{stage}", stage) for stage in STAGES}
+    trained["adapted"] = run_job(sum(SIZES), be_adapted, f"{folder}/adapted")
     assert None in run_job(sum(SIZES), be_mortal, f"{folder}/killed", 7)
     return run_job(sum(SIZES), be_by_hand), trained, run_job(sum(SIZES), be_mortal, f"{folder}/killed", -1)
 
 
 def test_a_cell_of_zero_trains_what_a_loop_by_hand_trains(tmp_path: Path) -> None:
-    [(by_hand, stages, resumed)] = run_world(1, train_all, str(tmp_path), init=False, timeout_s=280)
-    expected = by_hand[0]["full"]
-    for trained in stages:
+    [(by_hand, ranks, resumed)] = run_world(1, train_all, str(tmp_path), init=False, timeout_s=280)
+    for name, trained in ranks.items():
+        expected = by_hand[0]["adapted" if name == "adapted" else "full"]
         for weights, counts, _ in trained:
             assert differ(weights, trained[0][0]) == 0.0
             assert differ(weights, expected["weights"]) < 1e-6
             assert counts == expected["counts"]
     for weights, _, step in resumed:
         assert step == 6
-        assert differ(weights, stages[0][0][0]) == 0.0
+        assert differ(weights, ranks["stage 2"][0][0]) == 0.0

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from pydoc_data import topics
 from typing import Any
@@ -15,7 +17,18 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import xffl
-from tests.ranks.test_federate import Death, differ, kill_at, run_job, weights_of
+from tests.ranks.test_elastic_trainer import lighthouse  # noqa: F401
+from tests.ranks.test_federate import (
+    LAST_ROUNDS,
+    LONE_ROUNDS,
+    Death,
+    check_that_it_came_back,
+    differ,
+    kill_at,
+    run_job,
+    wait_for,
+    weights_of,
+)
 from tests.ranks.test_pages import scripts_of
 from tests.worlds import be_launched, run_world
 from xffl.distributed.startup.isolation import enter_isolation
@@ -321,6 +334,7 @@ def be_manual(rank: int, world_size: int, port: int, folder: str) -> dict[str, A
         logger = CSVLogger(cell_folder(folder), name="log", version="all")
         trainer = make_trainer(folder, rounds, saves, logger=logger, **options)
         module = make_module(isolated.cell, is_manual=True)
+        module.on_train_batch_start = lambda batch, index: -1 if index == STEPS - 1 else None  # skips the batch
         trainer.fit(module)
         with pytest.raises(xffl.StateError, match="one trainer.fit"):
             trainer.fit(module)
@@ -334,6 +348,7 @@ def be_manual(rank: int, world_size: int, port: int, folder: str) -> dict[str, A
         column = lines[0].split(",").index("xffl/round")
         return {
             "weights": weights_of(module.layers),
+            "counts": [report.weights for report in rounds.reports],
             "rounds": [line.split(",")[column] for line in lines[1:]],
             "kept": sorted(path.name for path in Path(saves.dirpath).glob("*.xffl")),
             "refused": str(refused.value),
@@ -360,7 +375,66 @@ def test_several_optimizers_logs_and_the_script_of_the_page(tmp_path: Path) -> N
     [(manual, sums)] = run_world(1, run_scripts, str(tmp_path), init=False, timeout_s=280)
     for trained in manual:
         assert differ(trained["weights"], manual[0]["weights"]) == 0.0
+        assert trained["counts"] == [(EVERY * ROWS, EVERY * ROWS)] * 3
         assert trained["rounds"][-1] == "3.0" and "1.0" in trained["rounds"]
         assert trained["kept"] == ["epoch=0-step=15.ckpt.xffl", "epoch=0-step=30.ckpt.xffl", "last.ckpt.xffl"]
     assert "loggers of several cells write into" in manual[0]["refused"]
     assert sums == [sums[0]] * 4
+
+
+def be_elastic(cell: int, port: int, url: str, folder: str, *, is_back: bool) -> tuple[Any, float, list[int], bool]:
+    """Be a cell of one rank, and a job of its own; cell 1 dies in its first life, SLURM wants to requeue cell 0."""
+    from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+
+    from xffl.integrations.lightning import FederatedRounds
+
+    is_alone = Path(folder, "is_alone")
+    came_back = Path(folder, "came_back")
+    rounds = FederatedRounds(every=3)
+
+    def count_cells() -> list[int]:
+        return [sum(weight > 0 for weight in report.weights) for report in rounds.reports]
+
+    class Course(Callback):  # type: ignore[misc]
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            if cell == 1 and not is_back and trainer.global_step == 7:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if cell == 0 and trainer.global_step == 4:
+                os.environ["SLURM_JOB_ID"] = "17"
+                trainer._signal_connector._slurm_sigusr_handler_fn(signal.SIGUSR1, None)
+
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            gave = count_cells()
+            if gave.count(1) == LONE_ROUNDS:
+                is_alone.touch()
+                wait_for(came_back)
+            since = 0 if is_back else gave.index(1) if 1 in gave else len(gave)
+            if gave[since:].count(2) == LAST_ROUNDS:
+                trainer.should_stop = True
+
+    be_launched(0, 1, port)
+    os.environ |= {
+        "XFFL_LIGHTHOUSE": url,
+        "XFFL_CELL": f"{cell}/2",
+        "XFFL_RESTARTS": str(int(is_back)),
+        "PATH": f"{folder}:{os.environ['PATH']}",
+    }
+    options: dict[str, Any] = {"enable_checkpointing": True, "accumulate_grad_batches": 1, "strategy": "auto"}
+    saves = ModelCheckpoint(every_n_train_steps=3)
+    trainer = make_trainer(f"{folder}/runs_{cell}", rounds, Course(), saves, max_steps=10**4, **options)
+    module = make_module(cell)
+    if is_back:
+        came_back.touch()
+    trainer.fit(module)
+    return weights_of(module.layers), rounds.total_weight, count_cells(), rounds.resumed is not None
+
+
+@pytest.mark.skipif(find_spec("torchft") is None, reason="needs the extra elastic")
+def test_a_lost_cell_of_an_elastic_run_comes_back_and_contributes(lighthouse: str, tmp_path: Path) -> None:  # noqa: F811
+    """SLURM's auto-requeue of Lightning, which saves in the handler of a signal, saves nothing here."""
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/requeued\n')
+    scontrol.chmod(0o755)
+    check_that_it_came_back(lighthouse, tmp_path, partial(import_module, "xffl.integrations.lightning"), be_elastic)
+    assert (tmp_path / "requeued").read_text() == "requeue 17\n"
+    assert not list(tmp_path.rglob("hpc_ckpt*"))

@@ -143,7 +143,7 @@ def test_a_rank_that_cannot_open_its_store_leaves_the_environment_as_it_was(monk
 
 def test_what_a_session_needs_grows_with_its_groups() -> None:
     assert files_of_groups([8]) == 4 + 7 and files_of_groups([4, 2]) == 2 * 4 + 3 + 1
-    assert files_of_groups([1024]) == 4 + 20 and files_of_groups([1024], has_messages=True) == 4 + 1023
+    assert files_of_groups([1024]) == 4 + 19 and files_of_groups([1024], has_messages=True) == 4 + 1023
     FileLimit(10, math.inf).check(0, 2, 10**6)
     with pytest.raises(ConfigError, match="rank 3 of 8 needs 31 open files .* may have 30"):
         FileLimit(10, 30).check(3, 8, 21)

@@ -28,11 +28,12 @@ print("weights", hashlib.sha256(weights).hexdigest())
 """
 
 
-def train(folder: Path, *options: str) -> list[str]:
-    """Train in two isolated cells of two ranks, and return what each rank has printed."""
-    words = ["-m", "xffl", "exec", "--isolate", "--federated", "2,2", "digest.py", f"--dataset={ROOT / 'CHANGELOG.md'}"]
-    ran = run_script(4, [*words, *SMALL, "--eval_interval=6", *options], folder)
-    assert [code for code, _ in ran] == [0] * 4
+def train(folder: Path, *options: str, ranks: int = 2) -> list[str]:
+    """Train in two isolated cells of so many ranks, and return what each rank has printed."""
+    words = ["-m", "xffl", "exec", "--isolate", "--federated", f"{ranks},{ranks}"]
+    script = ["digest.py", f"--dataset={ROOT / 'CHANGELOG.md'}", *SMALL, "--eval_interval=6"]
+    ran = run_script(2 * ranks, [*words, *script, *options], folder)
+    assert [code for code, _ in ran] == [0] * (2 * ranks)
     return [written for _, written in ran]
 
 
@@ -54,3 +55,9 @@ def test_the_diff_makes_cells_of_the_script_and_they_continue_to_the_same_bits(t
     resumed = train(tmp_path, "--max_iters=16", "--out_dir=parts", "--init_from=resume")
     assert all(f"weights {digests[0][0]}" in written for written in resumed)
     assert not any("step 6:" in written for written in resumed)
+
+    # Without the line that parts the text, the seeds of RANK give all cells the same batches.
+    lines = (tmp_path / "train.py").read_text().splitlines(keepends=True)
+    (tmp_path / "train.py").write_text("".join(line for line in lines if "array_split" not in line))
+    assert "all 2 cells have made steps and hold the same bits" in train(tmp_path, "--max_iters=11", ranks=1)[0]
+    assert not any("hold the same bits" in written for written in whole)

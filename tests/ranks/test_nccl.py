@@ -25,6 +25,7 @@ from tests.nccl.traces import Call, Copy, HostCall, HostWait, Join, Record
 from tests.ports import free_port
 from tests.ranks.test_elastic import start_lighthouse
 from tests.ranks.test_strategies import CASES, configure
+from tests.rows import some_of
 from tests.worlds import WorldError
 from xffl.aggregation.algorithms.registry import make
 from xffl.aggregation.algorithms.server import server_of
@@ -192,7 +193,10 @@ def test_few_rows_have_all_pairs() -> None:
             assert ((str(one), str(other)) in met) == go_together(**usual | {first: one, second: other})
 
 
-@pytest.mark.parametrize("options", [{}, {"rails": True}, {"atomic": False}, {"fragments": 2, "count": 4}], ids=str)
+READ_ONCE: list[dict[str, Any]] = [{}, {"rails": True}, {"atomic": False}, {"fragments": 2, "count": 4}]
+
+
+@pytest.mark.parametrize("options", some_of(READ_ONCE, {"rails": True}, {"atomic": False}), ids=str)
 def test_a_round_reads_once_of_a_gpu(options: dict[str, Any]) -> None:
     """Whether all values are finite; and its host learns of its end.
 
@@ -289,7 +293,7 @@ def handed_round(traces: list[list[Record]], cells: tuple[int, ...]) -> set[int]
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("name", LINKED)
+@pytest.mark.parametrize("name", some_of(LINKED, "replicas, in place", "three cells"))
 def test_no_nccl_group_crosses_cells_and_no_payload_goes_over_gloo_inside(name: str) -> None:
     """With ``link_backend="gloo"``: neither of rounds nor the world; and what goes through the host is in order."""
     cells, hsdp, options = LINKED[name]
@@ -349,7 +353,7 @@ COPIED: list[tuple[int | None, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("hsdp", "options"), COPIED, ids=str)
+@pytest.mark.parametrize(("hsdp", "options"), some_of(COPIED, COPIED[1], COPIED[3]), ids=str)
 def test_a_round_copies_through_the_host_what_the_plan_says(hsdp: int | None, options: dict[str, Any]) -> None:
     """Replicas copy nothing; without them what goes on behind steps is copied once more, to be merged."""
     cells = (4, 2)

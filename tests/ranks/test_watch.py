@@ -6,6 +6,7 @@ import gc
 import io
 import itertools
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -35,6 +36,7 @@ from xffl.callers import find_caller
 from xffl.cluster.launch import failure
 from xffl.distributed import DistributedState
 from xffl.distributed.failures import waits
+from xffl.distributed.failures.world_store import clone_store
 
 ROOT = Path(__file__).parents[2]
 
@@ -92,6 +94,31 @@ def test_a_rank_that_waits_in_a_call_of_all_ranks_names_it(tmp_path: Path) -> No
         assert f"rank 0 has waited 0.05 s in {call} at {__file__}:" in text, text
         assert "every rank must make this call" in text
     assert second == [""] * len(calls)
+
+
+def many_waiting_ranks(rank: int, world_size: int) -> str:
+    state = new_state(rank, world_size)
+    told = io.StringIO()
+    clone = clone_store("no store")
+    for _ in range(2):  # of the second wait the ranks tell as of the first
+        with mock.patch.object(waits, "TELL_AFTER_S", 0.4), redirect_stderr(told):
+            if rank == 3:
+                deadline = time.monotonic() + 30
+                while clone.add("xffl_waits/all/count", 0) < 3 and time.monotonic() < deadline:
+                    time.sleep(0.05)
+                time.sleep(0.6)
+            state.set_federated_scaling((1, 1, 1, 1))
+        state.unset_federated_scaling()
+    return told.getvalue()
+
+
+def test_of_ranks_that_wait_in_the_same_call_one_tells() -> None:
+    told = run_world(4, many_waiting_ranks)
+    lines = [line for text in told for line in text.splitlines()]
+    assert len(lines) == 2
+    for line in lines:
+        assert re.match(r"xffl: rank [012] \(and 2 more\) has waited 0.4 s in set_federated_scaling at ", line), line
+        assert "for others of 4 ranks: rank 3 has not come: every rank must make this call" in line
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,61 @@ def test_ranks_are_spread_over_the_hosts() -> None:
     ):
         with pytest.raises(LaunchError, match=message):
             fit_hosts(job, processes)
-    assert all(system.kind not in ("slurm", "hosts", "local") and system.variables for system in BATCH_SYSTEMS)
+    assert all(system.kind not in ("slurm", "hosts", "local") and system.signs for system in BATCH_SYSTEMS)
+
+
+FLUX = """#!/bin/sh
+case "$*" in
+hostlist*) echo "{hosts}";;
+resource*) printf "{resources}";;
+esac
+exit {code}
+"""
+
+
+def flux_of(folder: Path, hosts: str, resources: str, code: int = 0) -> dict[str, str]:
+    """Put a stand-in for flux on the path of what stands in its job."""
+    (folder / "flux").write_text(FLUX.format(hosts=hosts, resources=resources, code=code))
+    (folder / "flux").chmod(0o755)
+    return {"PATH": f"{folder}:/bin:/usr/bin", "FLUX_URI": "local:///tmp/flux", "FLUX_ENCLOSING_ID": "f12"}
+
+
+def test_flux_is_asked_for_hosts(tmp_path: Path) -> None:
+    job = find_job(flux_of(tmp_path, "n[1-2]", "1 8 4\\n1 8 4\\n"))
+    assert job is not None and (job.kind, job.job) == ("flux", "f12")
+    assert job.hosts == (Host("n1", 4, gpus=4), Host("n2", 4, gpus=4))
+    job = find_job(flux_of(tmp_path, "a,b", "2 16 0\\n"))
+    assert job is not None and job.hosts == (Host("a", 8), Host("b", 8))
+    assert [host.slots for host in fit_hosts(job, 3)] == [2, 1]
+    with pytest.raises(LaunchError, match="Flux job f12 has 16 slots .* HINT: ask Flux for nodes"):
+        fit_hosts(job, 17)
+    # An instance in a job of another batch system has the hosts of that.
+    file = node_file(tmp_path, "a\na\n")
+    pbs = find_job({**flux_of(tmp_path, "x", "1 1 0\\n"), "PBS_NODEFILE": file})
+    assert pbs is not None and (pbs.kind, pbs.hosts) == ("pbs", (Host("a", 2),))
+    rank = {"FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "2", "FLUX_TASK_LOCAL_ID": "0"}
+    assert find_job({**flux_of(tmp_path, "a,b", "2 16 0\\n"), **rank}) is None
+
+
+@pytest.mark.parametrize(
+    ("hosts", "resources", "code", "message"),
+    [
+        ("a,b", "2 15 0\\n", 0, "the 2 hosts of the Flux instance have unequal numbers of cores, 15 in all"),
+        ("a,b", "1 8 0\\n", 0, "names 2 hosts, but flux resource list has 1 that are up"),
+        ("a,b", "", 0, "has 0 that are up"),
+        ("a,b", "lots\\n", 0, "what flux resource list says is 'lots'"),
+        ("a,-oX", "2 8 0\\n", 0, "has the host '-oX'"),
+        ("a,b", "2 8 0\\n", 3, "flux hostlist instance failed: 'exit code 3'"),
+    ],
+)
+def test_what_flux_says_is_checked(hosts: str, resources: str, code: int, message: str, tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match=message):
+        find_job(flux_of(tmp_path, hosts, resources, code))
+
+
+def test_no_flux_in_its_job() -> None:
+    with pytest.raises(LaunchError, match="there is no flux in PATH. HINT: .* --launcher local"):
+        find_job({"PATH": "/nowhere", "FLUX_URI": "local:///tmp/flux"})
 
 
 def test_which_host_is_this_one() -> None:

@@ -255,12 +255,13 @@ def test_a_bridge_that_says_it_is_faster_is_not(tmp_path: Path) -> None:
 
 
 def test_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = {"soft": 1024}
-    module = "xffl.cluster.doctor.probe.resource.getrlimit"
-    monkeypatch.setattr(module, lambda kind: (limits["soft"], 4096))
-    assert check_limits(8)[0].status == OK
-    assert check_limits(1000)[0].status == WARNING and "ulimit -n 4256" not in check_limits(1000)[0].text
-    assert check_limits(1025)[0].status == ERROR and "hard limit" in check_limits(1025)[0].advice
+    monkeypatch.setattr("xffl.cluster.doctor.probe.resource.getrlimit", lambda kind: (1024, 4096))
+    enough = check_limits(900)[0]  # 3856 files
+    assert enough.status == OK and enough.text == "4096 at most, to which a session raises the limit of 1024"
+    few = check_limits(1025)[0]
+    assert few.status == WARNING and "ulimit -n" not in few.text
+    assert few.advice == "ask the site to raise the hard limit (ulimit -Hn) to 4356"
+    assert check_limits(4097)[0].status == ERROR
 
 
 def rank(cpus: list[int], threads: int | None = None) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from xffl.integrations.dealing import deal_out
 from xffl.integrations.transformers.refusals import check_arguments, check_loader
 from xffl.integrations.transformers.trainer_files import TrainerFiles
 from xffl.integrations.transformers.zero import check_engine
-from xffl.integrations.weights import find_count
+from xffl.integrations.weights import SHIFTING_LOSSES, find_count, shifts_labels
 
 PLAIN = {
     "load_best_model_at_end": False,
@@ -88,7 +88,8 @@ def test_engines_whose_masters_are_elsewhere_are_refused(zero: dict[str, Any], t
 
 def test_weights_count_what_a_round_has_not_taken() -> None:
     batch = {"input_ids": torch.zeros(3, 4), "labels": torch.tensor([[5, 1, -100, 2], [5, 1, 1, 1], [-100] * 4])}
-    tokens, samples, fixed, silent = (find_count(*given) for given in [("tokens", 0), ("samples", 0), (2, 0), (2, 1)])
+    tokens = find_count("tokens", 0, is_shifted=True)
+    samples, fixed, silent = (find_count(*given) for given in [("samples", 0), (2, 0), (2, 1)])
     counts = (tokens, samples, fixed, silent)
     for count in counts:
         count.add(batch)
@@ -105,7 +106,7 @@ def test_weights_count_what_a_round_has_not_taken() -> None:
 
 
 def test_packed_rows_and_pairs_count() -> None:
-    tokens, samples = find_count("tokens", 0), find_count("samples", 0)
+    tokens, samples = find_count("tokens", 0, is_shifted=True), find_count("samples", 0)
     packed = {"input_ids": torch.zeros(1, 5), "labels": torch.tensor([[-100, 1, 1, -100, 1]])}
     pairs = {"input_ids": torch.zeros(2, 4), "completion_mask": torch.tensor([[0, 0, 1, 1], [0, 1, 0, 0]])}
     for count in (tokens, samples):
@@ -120,9 +121,43 @@ def test_packed_rows_and_pairs_count() -> None:
 
 
 def test_the_one_label_of_a_row_counts() -> None:
-    tokens = find_count("tokens", 0)
+    tokens = find_count("tokens", 0, is_shifted=True)
     tokens.add({"labels": torch.zeros(4, 1)})
     assert tokens.counted() == 4
+
+
+def test_the_first_label_counts_where_the_model_does_not_shift_them() -> None:
+    tokens = find_count("tokens", 0, is_shifted=False)
+    tokens.add({"labels": torch.tensor([[5, 1, -100, 2], [-100, 1, 1, 1]])})
+    assert tokens.counted() == 6
+
+
+@pytest.mark.parametrize("labels", [[{"boxes": torch.zeros(1, 4)}], [torch.zeros(3), torch.zeros(2)]])
+def test_labels_in_a_list_are_refused_by_name(labels: list[Any]) -> None:
+    with pytest.raises(ConfigError, match="labels in a tensor, but a batch has a list of them; give weight='samples'"):
+        find_count("tokens", 0).add({"labels": labels})
+
+
+def test_models_that_shift_their_labels_are_known() -> None:
+    transformers = pytest.importorskip("transformers")
+    losses = pytest.importorskip("transformers.loss.loss_utils")
+    shifting = {name for name, loss in losses.LOSS_MAPPING.items() if loss is losses.ForCausalLMLoss}
+    assert shifting <= SHIFTING_LOSSES
+    small = {"vocab_size": 8, "hidden_size": 4, "intermediate_size": 4, "num_hidden_layers": 1}
+    llama = transformers.LlamaConfig(**small, num_attention_heads=1)
+    bert = transformers.BertConfig(**small, num_attention_heads=1)
+    t5 = transformers.T5Config(vocab_size=8, d_model=4, d_kv=4, d_ff=4, num_layers=1, num_heads=1)
+    gpt2 = transformers.GPT2Config(vocab_size=8, n_embd=4, n_layer=1, n_head=1)
+    with torch.device("meta"):
+        causal = transformers.LlamaForCausalLM(llama), transformers.GPT2LMHeadModel(gpt2)
+        others = (
+            transformers.T5ForConditionalGeneration(t5),
+            transformers.BertForMaskedLM(bert),
+            transformers.BertForTokenClassification(bert),
+            torch.nn.Linear(1, 1),
+        )
+    assert [shifts_labels(torch.nn.Sequential(model)) for model in causal] == [True] * len(causal)
+    assert [shifts_labels(model) for model in others] == [False] * len(others)
 
 
 def test_cells_have_parts_of_equal_length_and_streams_are_refused() -> None:

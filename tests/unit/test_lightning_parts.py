@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 
 from tests.unit.test_federate import STATE, OtherCell
 from xffl.errors import ConfigError
 from xffl.integrations.checkpoints import CellCheckpoints
+from xffl.integrations.dealing import deal_out
 from xffl.integrations.lightning.lightning_files import LightningFiles
 from xffl.integrations.weights import find_count
+from xffl.topology import DataPlace, Topology
+from xffl.training.data.loaders import CellLoader
+from xffl.training.data.partition import iid
+from xffl.training.data.sampler import CellBatchSampler
 
 lightning = pytest.importorskip("lightning")
 
@@ -42,6 +50,76 @@ def test_what_would_part_the_cells_is_refused_by_name() -> None:
     ):
         with pytest.raises(ConfigError, match=text):
             check_trainer(trainer)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ([{"monitor": "loss"}], r"monitor='loss'\).* add ModelCheckpoint\(every_n_train_steps=100\)"),
+        ([{"train_time_interval": timedelta(hours=1)}], "train_time_interval"),
+        ([{"monitor": "loss"}, {"save_weights_only": True}], "monitor='loss'"),
+        ([{"monitor": "loss"}, {"every_n_train_steps": 10}], None),
+        ([{"monitor": "loss", "save_top_k": -1}], None),
+        ([{"monitor": "loss", "save_weights_only": True}], None),
+        ([], None),
+    ],
+)
+def test_isolated_cells_need_checkpoints_of_like_steps(given: list[dict[str, Any]], text: str | None) -> None:
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from xffl.integrations.lightning.refusals import check_saves
+
+    trainer = SimpleNamespace(checkpoint_callbacks=[ModelCheckpoint("here", **options) for options in given])
+    isolated: Any = SimpleNamespace(isolated=object(), cells=2)
+    with pytest.raises(ConfigError, match=text) if text else nullcontext():
+        check_saves(trainer, isolated)
+    elastic: Any = SimpleNamespace(isolated=None, cells=2)
+    check_saves(trainer, elastic)  # goes on from its own
+
+
+def test_loaders_whose_data_nobody_dealt_out_are_refused() -> None:
+    from xffl.integrations.lightning.refusals import check_data
+
+    samples = TensorDataset(torch.zeros(40, 1))
+    part = deal_out(samples, cell=1, cells=2, seed=0)
+    place = DataPlace(Topology(2, (1, 1)), 1)
+    two_cells: Any = SimpleNamespace(cells=2)
+    own = DataLoader(samples, batch_size=4)
+    for loaders in (
+        DataLoader(part, batch_size=4),
+        [DataLoader(Subset(part, range(8))), DataLoader(ConcatDataset([part, part]))],
+        CellLoader(samples, place, batch_size=4),
+        DataLoader(samples, batch_sampler=CellBatchSampler(iid(40, 2), place, batch_size=4)),
+    ):
+        check_data(SimpleNamespace(train_dataloader=loaders), two_cells)
+    for loaders in (own, {"a": DataLoader(part), "b": own}, DataLoader(ConcatDataset([part, samples])), [samples]):
+        with pytest.raises(ConfigError, match=r"cell_split\(dataset\).* FederatedRounds\(data='own'\)"):
+            check_data(SimpleNamespace(train_dataloader=loaders), two_cells)
+    alone: Any = SimpleNamespace(cells=1)
+    check_data(SimpleNamespace(train_dataloader=own), alone)
+
+
+def test_a_removal_that_was_killed_is_finished_at_the_next_start(tmp_path: Path) -> None:
+    def die(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    notes = OtherCell("0 1")
+    for step, meetings in ((2, 0), (4, 1)):
+        files = LightningFiles([tmp_path], die)
+        checkpoints = CellCheckpoints(files, STATE, notes)
+        path = tmp_path / f"step={step}.ckpt"
+        path.write_text("weights")
+        checkpoints.prepare(files.folder_of(path))
+        checkpoints.save(files.folder_of(path), step, meetings, {"step": step})
+    files.note_unwanted(files.folder_of(tmp_path / "step=2.ckpt"))
+    with pytest.raises(KeyboardInterrupt):
+        checkpoints.remove_surplus()
+    (tmp_path / "step=1.ckpt.xffl").mkdir()  # the rest of another removal
+    (tmp_path / "step=6.ckpt.xffl").mkdir()
+    (tmp_path / "step=6.ckpt").write_text("unfinished, or of a user who removed the marker")
+    LightningFiles([tmp_path], lambda path: path.unlink(missing_ok=True)).finish_removals()
+    kept = ["step=4.ckpt", "step=4.ckpt.xffl", "step=6.ckpt", "step=6.ckpt.xffl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == kept
 
 
 def test_rows_are_those_of_the_first_tensor_however_deep() -> None:

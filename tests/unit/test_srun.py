@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import select
@@ -15,7 +16,8 @@ import pytest
 
 from xffl.cluster.launch import logs, runner, srun
 from xffl.cluster.launch.failure import ExitCode, RankFailure
-from xffl.cluster.launch.logs import LineBuffer, MarkedLines, RankFile, Stream
+from xffl.cluster.launch.logs import LineBuffer, MarkedLines, RankFile, Stream, list_rank_files
+from xffl.cluster.launch.many_ranks import ManyRanks
 from xffl.cluster.launch.runner import RankJob
 from xffl.cluster.launch.srun import launch_srun
 
@@ -53,11 +55,13 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
     return put
 
 
-def launched(**options: float) -> RankFailure | int:
+def launched(world_size: int = 2, **options: float) -> RankFailure | int:
     from xffl.cluster.launch.job_layout import LaunchOptions, lay_out
     from xffl.cluster.slurm.allocation import Host
 
-    return launch_srun(lay_out((Host("n1", 2),), None, None), ["train.py"], LaunchOptions(environ={}, **options))
+    return launch_srun(
+        lay_out((Host("n1", world_size),), None, None), ["train.py"], LaunchOptions(environ={}, **options)
+    )
 
 
 # What is shown --------------------------------------------------------------------------------------------------------
@@ -126,6 +130,75 @@ def test_log_files_of_many_ranks_are_looked_at_less_often(tmp_path: Path, monkey
         Stream(tmp_path, out).follow(wait)
         assert waited == [3.0, 3.0]
     assert (tmp_path / "out").read_bytes().startswith(b"[rank 0] 1%\r[rank 1] 1%\r")
+
+
+def check_shown_for(ranks: int, lines: list[bytes]) -> None:
+    """See that a line of so many ranks is shown, and how many others have it; again where a busy machine is slow."""
+    others = [int(line[1:].split()[0]) for line in lines if b" other rank" in line or b" times more] " in line]
+    assert len(lines) <= 20 and sum(others) + len(lines) - len(others) == ranks
+
+
+WARNED = """
+for rank in range(4096):
+    say(f"{rank}: [rank{rank}]:[W1130 07:31:{rank % 60:02d}.{rank} group.cpp:1] a group was not destroyed\\n", STREAM)
+    say(f"{rank}: loss {rank}\\n", STREAM)
+"""
+
+
+@pytest.mark.parametrize(("stream", "is_labelled"), [(1, True), (2, True), (2, False)])
+def test_a_warning_of_very_many_ranks_is_shown_once(
+    stream: int, is_labelled: bool, fake: Fake, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    program = WARNED.replace("STREAM", str(stream))
+    fake(program if is_labelled else program.replace("{rank}: ", "", 1).replace("{rank}: ", "", 1))
+    assert launched(world_size=4096, is_labelled=is_labelled) == ExitCode.OK
+    lines = capfdbinary.readouterr()[stream - 1].splitlines()
+    warnings = [line for line in lines if b"not destroyed" in line]
+    assert len(lines) == 4096 + len(warnings)
+    check_shown_for(4096, warnings)
+    assert (b"[rank 17] loss 17" if is_labelled else b"loss 17") in lines
+
+
+def test_output_of_very_many_ranks_has_a_bound() -> None:
+    now, out = [0.0], io.BytesIO()
+    lines = ManyRanks(out, lambda: now[0])
+    for number in range(40_000):
+        lines.write(number % 4096, b"", b"%d %s\n" % (number, b"x" * 1000))
+    assert len(out.getvalue()) < (16 << 20) + 1000 and not out.getvalue().endswith(b"left out")
+    now[0] = 2.0
+    lines.write(7, b"[rank 7] ", b"later\n")
+    *_, told, later = out.getvalue().splitlines()
+    shown = len(out.getvalue().splitlines()) - 2
+    assert told.startswith(b"xffl: %d lines of 4096 ranks are left out here" % (40_000 - shown))
+    assert later == b"[rank 7] later"
+
+
+def test_what_a_rank_itself_prints_again_is_shown() -> None:
+    now, out = [0.0], io.BytesIO()
+    lines = ManyRanks(out, lambda: now[0])
+    for rank, line in ((0, b"---\n"), (1, b"---\n"), (0, b"a\n"), (0, b"---\n"), (1, b"---\n"), (2, b"---\n")):
+        lines.write(rank, b"", line)
+    assert out.getvalue() == b"---\na\n---\n"
+    now[0] = 6.0
+    lines.tell()
+    lines.write(3, b"", b"---\n")
+    lines.end()
+    assert out.getvalue() == b"---\na\n---\n[2 other ranks, 3 times] ---\n---\n"
+
+
+def test_logs_of_very_many_ranks_have_folders_of_256(tmp_path: Path) -> None:
+    for rank in range(700):
+        file = RankFile.of_job(rank, rank // 350, tmp_path, 700)
+        file.folder.mkdir(exist_ok=True)
+        file.path.write_text("the same\n")
+    assert [len(list(folder.iterdir())) for folder in sorted(tmp_path.iterdir())] == [256, 256, 188]
+    assert file.path == tmp_path / "ranks_00512" / "rank_00699_cell_1.log"
+    assert [file.rank for file in list_rank_files(tmp_path)] == [*range(700)]
+    out = io.BytesIO()
+    Stream(tmp_path, out, world_size=700).copy(is_end=True)
+    check_shown_for(700, out.getvalue().splitlines())
+    assert out.getvalue().startswith(b"[cell 0 rank 0] the same\n")
+    assert RankFile.of_job(255, None, tmp_path, 256).path == tmp_path / "rank_00255.log"
 
 
 # How it ended ---------------------------------------------------------------------------------------------------------

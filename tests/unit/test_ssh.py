@@ -19,6 +19,7 @@ import xffl
 from tests.processes import still_there
 from xffl.cluster.launch import ssh
 from xffl.cluster.launch.failure import ExitCode, RankFailure
+from xffl.cluster.launch.host_shells import SSH, shell_of
 from xffl.cluster.launch.job_layout import LaunchOptions, lay_out
 from xffl.cluster.launch.ssh import launch_ssh, ssh_command
 from xffl.cluster.slurm.allocation import Host
@@ -55,6 +56,7 @@ PAUSED = """
 import sys
 from xffl.cluster.launch import ssh
 from xffl.cluster.slurm.allocation import Host
+from xffl.cluster.launch.host_shells import SSH, shell_of
 from xffl.cluster.launch.job_layout import LaunchOptions, lay_out
 ssh.BEAT_S, ssh._SILENCE_S = 0.1, 1.2
 sys.exit(ssh.launch_ssh(lay_out((Host("a", 1),), None, None), ["script.py"], LaunchOptions(environ={})))
@@ -257,3 +259,81 @@ def test_a_python_of_the_hosts_without_xffl(
     monkeypatch.setenv("XFFL_PYTHON", str(folder / "bare" / "bin" / "python"))
     assert launch("import sys; print(sys.prefix, sys.argv)", hosts=HOSTS[:1]) == ExitCode.OK
     assert capfd.readouterr().out == f"{folder}/bare ['script.py']\n"
+
+
+# What reaches the hosts of batch systems ------------------------------------------------------------------------------
+
+SHELLS = {
+    "ssh": 'for line; do :; done; echo "ssh $@" | grep -o " -- [^ ]*" >> calls; exec sh -c "$line"',
+    "blaunch": 'echo " blaunch $1" >> calls; exec sh -c "$2"',
+    "flux": """
+case "$1" in
+hostlist) echo a,b; exit;;
+resource) echo 2 8 0; exit;;
+esac
+for word; do
+  case "$word" in --requires=host:*) echo " flux ${word#--requires=host:}" >> calls;; esac
+  line=$word
+done
+export FLUX_TASK_RANK=0 FLUX_JOB_SIZE=1 FLUX_TASK_LOCAL_ID=0
+exec sh -c "$line"
+""",
+}
+JOBS = {
+    "pbs": {"PBS_NODEFILE": "nodes", "PBS_JOBID": "12.head", "PBS_TASKNUM": "1", "PBS_NODENUM": "0"},
+    "lsf": {"LSB_JOBID": "7", "LSB_MCPU_HOSTS": "a 2 b 1"},
+    "flux": {"FLUX_URI": "local:///tmp/flux"},
+}
+WHO = """
+import os, sys
+from xffl.cluster.recognition.find import find_launcher
+told = [os.environ[name] for name in ("RANK", "WORLD_SIZE", "XFFL_HOST", "XFFL_FEDERATED")]
+print(*told, find_launcher(os.environ).name)
+if os.environ["RANK"] == sys.argv[1]:
+    sys.exit(17)
+"""
+
+
+def exec_in_job(kind: str, *words: str, **more: str) -> tuple[int, str, str]:
+    """Start a job of three ranks in the script of a job of a batch system, whose programs are stand-ins."""
+    Path("bin").mkdir(exist_ok=True)
+    for name, lines in SHELLS.items():
+        Path("bin", name).write_text(f"#!/bin/sh\n{lines}\n")
+        Path("bin", name).chmod(0o755)
+    Path("nodes").write_text("a\nb\na\n")
+    Path("script.py").write_text(WHO)
+    environ = {**os.environ, **JOBS[kind], "PATH": f"{Path('bin').absolute()}:/bin:/usr/bin", **more}
+    del environ["XFFL_SSH"]  # which asks for ssh
+    command = [sys.executable, "-m", "xffl", "exec", "--federated", "2,1", *words]
+    ran = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+    return ran.returncode, ran.stdout, ran.stderr
+
+
+@pytest.mark.parametrize(("kind", "way"), [("pbs", "--"), ("lsf", "blaunch"), ("flux", "flux")])
+def test_a_batch_system_starts_ranks_by_what_it_has(kind: str, way: str) -> None:
+    code, out, err = exec_in_job(kind, "--processes", "3", "script.py", "none")
+    assert code == 0, err
+    ranks = [f"{rank} 3 {host} 2,1 torchrun" for rank, host in enumerate("aab")]
+    assert sorted(out.splitlines()) == ranks
+    assert sorted(Path("calls").read_text().splitlines()) == [f" {way} a", f" {way} b"]
+
+
+def test_a_failing_rank_of_a_batch_system() -> None:
+    code, _, err = exec_in_job("flux", "--processes", "3", "script.py", "2")
+    assert code == 17 and err == "xffl: rank 2 (cell 1) exited with code 17; all other ranks were stopped\n"
+
+
+def test_ssh_stands_in_for_what_a_batch_system_has(folder: Path) -> None:
+    (folder / "blaunch").write_text("#!/bin/sh\n")
+    (folder / "blaunch").chmod(0o755)
+    here, away = {"PATH": str(folder)}, {"PATH": "/nowhere"}
+    blaunch = shell_of("lsf", "auto", here)
+    assert blaunch.command(HOSTS[0], "exec x", {}) == ["blaunch", "a", "exec x"]
+    assert blaunch.command(HOSTS[0], "exec x", {"XFFL_BLAUNCH": "other -x"}) == ["other", "-x", "a", "exec x"]
+    assert shell_of("lsf", "ssh", here) is shell_of("lsf", "auto", {**here, "XFFL_SSH": "ssh -F x"}) is SSH
+    assert shell_of("lsf", "auto", away) is shell_of("pbs", "auto", here) is shell_of("hosts", "auto", here) is SSH
+
+
+def test_a_batch_system_that_does_not_start_ranks() -> None:
+    code, _, err = exec_in_job("lsf", "script.py", "none", XFFL_BLAUNCH="sh -c 'echo task refused >&2; exit 3' --")
+    assert code == 2 and "cannot be used: task refused. HINT: try blaunch " in err and "XFFL_BLAUNCH" in err

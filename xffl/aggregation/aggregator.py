@@ -224,6 +224,7 @@ class Aggregator:
         number = agree_on_number(compared, exchange.round_groups.world)
         coordinate = scope.coordinate or RoundCoordinator
         coordinator = coordinate(exchange, scope, options, number)
+        coordinator.connect()
         first_round = FirstRound(
             manifest=compared.manifest,
             scope=scope,

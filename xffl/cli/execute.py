@@ -39,8 +39,6 @@ from xffl.cluster.launch.launch import launch_local
 from xffl.cluster.launch.logs import following, make_log_dir
 from xffl.cluster.launch.runner import RankJob, be_rank, run_script, take_share
 from xffl.cluster.launch.script import CONFIGURATIONS, check_command, is_module, is_stream, read_source
-from xffl.cluster.launch.srun import launch_srun
-from xffl.cluster.launch.ssh import launch_ssh
 from xffl.cluster.lighthouse import address as lighthouse_address
 from xffl.cluster.over_files import OverFiles, read_over_files
 from xffl.cluster.recognition.find import find_launcher, launcher_of
@@ -86,7 +84,8 @@ examples:
   xffl exec --elastic file:runs/demo/lighthouse --cell 0/2 --processes 4 train.py
 
 Where the processes start: in a SLURM job (salloc or a batch script) one for each task, by srun; with --hosts, and in a
-job of PBS or LSF that has several hosts, by ssh; otherwise on this machine. Under srun, mpirun, torchrun and other
+job of PBS that has several hosts, by ssh; in one of LSF by blaunch, in one of Flux by flux run; otherwise on this
+machine. Under srun, mpirun, torchrun and other
 launchers nothing is started: each process is one rank.
 
 In the script, xffl.session() without arguments uses these cells. When a rank fails, all others are stopped, its
@@ -575,7 +574,7 @@ def _start_all_cells(
     if start.kind not in ("local", "slurm"):
         raise ConfigError(
             f"--elastic starts all cells on this machine or in a SLURM job, but this job has {len(start.hosts)} hosts "
-            "that are reached by ssh; start xffl lighthouse, and a job for each cell: xffl exec --elastic "
+            "that are not SLURM's; start xffl lighthouse, and a job for each cell: xffl exec --elastic "
             "http://HOST:PORT --cell 0/2; or give --launcher local"
         )
     if layout.sizes is None:
@@ -589,7 +588,8 @@ def _start_all_cells(
         environ |= token
     run_token.token_of(environ)
     with ExitStack() as stack:
-        log_dir = _follow_logs(options, stack, is_local=is_local)  # each cell by itself would tear others' lines
+        # Each cell by itself would tear others' lines.
+        log_dir = _follow_logs(options, stack, layout, is_local=is_local)
         temporary = stack.enter_context(run_folder())
         folder = None
         if not environ.get(JOURNAL_VARIABLE, "").strip():
@@ -686,13 +686,13 @@ def _start_one_cell(options: Namespace, command: Sequence[str]) -> int:
         return launch_cells([job], restarts=_restarts(options), timeout_s=options.timeout, lighthouse=lighthouse)
 
 
-def _follow_logs(options: Namespace, stack: ExitStack, *, is_local: bool) -> str | None:
+def _follow_logs(options: Namespace, stack: ExitStack, layout: JobLayout, *, is_local: bool) -> str | None:
     """Return the folder of the ranks' logs, if any, and show them while the stack is open, if that is asked for."""
     log_dir = None if options.log_dir is None else make_log_dir(options.log_dir)
     if options.merge and log_dir is None and is_local:
         log_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="xffl-logs-"))
     if options.merge and log_dir is not None:
-        stack.enter_context(following(Path(log_dir), sys.stdout.buffer))
+        stack.enter_context(following(Path(log_dir), sys.stdout.buffer, layout.topology.world_size))
     return log_dir
 
 
@@ -732,7 +732,7 @@ def _start(
     if resolved is not None:
         environ["XFFL_RESOLVED"] = resolved
     with ExitStack() as stack:
-        log_dir = _follow_logs(options, stack, is_local=start.kind == "local")
+        log_dir = _follow_logs(options, stack, layout, is_local=start.kind == "local")
         asked = LaunchOptions(
             environ=environ,
             timeout_s=timeout_s,
@@ -743,8 +743,15 @@ def _start(
         )
         if start.kind == "local":
             ended = launch_local(start.slots, command, asked)
+        elif start.kind == "slurm":
+            from xffl.cluster.launch.srun import launch_srun
+
+            ended = launch_srun(layout, command, asked)
         else:
-            ended = (launch_srun if start.kind == "slurm" else launch_ssh)(layout, command, asked)
+            from xffl.cluster.launch.host_shells import shell_of
+            from xffl.cluster.launch.ssh import launch_ssh
+
+            ended = launch_ssh(layout, command, asked, shell_of(start.kind, options.launcher, os.environ))
     if isinstance(ended, RankFailure):
         if options.failures is not None:
             record = ended.record or FailureRecord(

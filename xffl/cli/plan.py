@@ -48,6 +48,7 @@ examples:
   xffl plan --federated 4,4 --hsdp 2
   xffl plan --federated 512 --world 4096 --hsdp 8 --params 8e9 --bytes-per-param 2 --link-gbps 100
   xffl plan --federated 4,4 --hsdp 2 --params 8e9 --simulate --link-gbps 10 --link-ms 10 --step-s 1 --every 100
+  xffl plan --federated 512 --world 4096 --hsdp 8 --startup
   xffl plan --federated auto --hsdp 4
   xffl plan --federated 'hosts:rack[0-9]+' --hosts rack1n[1-3]:4,rack2n1:4 --hsdp 2
   xffl plan --world 32 --params 8e9 --mesh pp=2,dp_shard=auto,tp=2 --layers 32 --width 4096 --batch 8 --sequence 4096
@@ -131,6 +132,9 @@ def build_parser() -> ArgumentParser:
     parser.add_argument(
         "--simulate", action="store_true", help="forecast the time of a round and the share of time left for training"
     )
+    parser.add_argument(
+        "--startup", action="store_true", help="forecast what ranks ask of rank 0's store, their connections and votes"
+    )
     group = parser.add_argument_group("with --simulate")
     for name, metavar, told in _NUMBERS:
         read = size_in(2**20) if metavar == "MIB" else real
@@ -166,7 +170,7 @@ def run(options: Namespace) -> int:
     """Print the plan."""
     from xffl.planning import TrainingSize, round_traffic, topology_text
     from xffl.planning.mesh import MOVES, mesh_text
-    from xffl.planning.plan_text import assumption_lines, forecast_lines, memory_lines, traffic_lines
+    from xffl.planning.plan_text import assumption_lines, forecast_lines, memory_lines, startup_lines, traffic_lines
     from xffl.planning.summary import summary_lines
 
     if options.params is not None:
@@ -199,9 +203,10 @@ def run(options: Namespace) -> int:
         )
     elif options.link_gbps is not None:
         raise ConfigError(f"--link-gbps {options.link_gbps} needs the model's size; give --params, too")
+    startup = _forecast_startup(topology) if options.startup else None
     if options.json:
         told = {**_shape(topology), "traffic": traffic}
-        parts = (("forecast", forecast), ("inside", inside), ("placement", hosts))
+        parts = (("forecast", forecast), ("inside", inside), ("placement", hosts), ("startup", startup))
         told |= {name: part for name, part in parts if part is not None}
         print(json.dumps(told, indent=2))
         return 0
@@ -215,6 +220,8 @@ def run(options: Namespace) -> int:
     sections = []
     if traffic is not None:
         sections.append((traffic_lines(traffic), traffic["assumptions"]))
+    if startup is not None:
+        sections.append((startup_lines(startup), startup["assumptions"]))
     if forecast is not None:
         sections.append((forecast_lines(forecast), forecast["assumptions"]))
     if inside is not None and inside["memory"] is not None:
@@ -225,6 +232,13 @@ def run(options: Namespace) -> int:
     summary = _summarize(options, topology=topology, traffic=traffic, memory=memory, forecaster=forecaster)
     print("\n".join(["", *summary_lines(summary)]))
     return 0
+
+
+def _forecast_startup(topology: Topology) -> dict[str, Any]:
+    """Forecast start-up and votes of a world over gloo."""
+    from xffl.planning.startup import forecast_startup
+
+    return asdict(forecast_startup(topology))
 
 
 def _check_largest(name: str, value: float, largest: float) -> None:

@@ -10,13 +10,14 @@ Lazy connections are worse in two ways, so they are for large groups that run co
 waits for the other to connect: it notices that this one is lost only after five times the group's timeout
 (``Pair::waitUntilConnected``), and not at once; and a message that is only to be started waits, too. A barrier opens
 all connections that gloo's other collectives use, but those of gathers to one rank and of all-to-all. The votes of
-rounds message single ranks of the world, too: these connect in the first round, in an order that no rank waits in vain.
+rounds message single ranks of the world, too: an aggregator opens these connections when it is made.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -36,7 +37,7 @@ def is_lazy(size: int, environ: Mapping[str, str] = os.environ) -> bool:
 
     A value of the user's own decides for all sizes.
     """
-    asked = environ.get(LAZY_VARIABLE)
+    asked = None if environ is os.environ and _blocks.are_open else environ.get(LAZY_VARIABLE)
     if asked is not None:
         return asked.lower() in _TRUE
     # Connections over TLS, and those of other systems than Linux, refuse it.
@@ -44,18 +45,53 @@ def is_lazy(size: int, environ: Mapping[str, str] = os.environ) -> bool:
     return is_possible and size > MESH_LIMIT
 
 
+class _Blocks:
+    """Blocks of threads of this process that need the variable; it is process-wide, as torch's variable is."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open = 0
+
+    @property
+    def are_open(self) -> bool:
+        """Whether the variable is what a block has set."""
+        return self._open > 0
+
+    def enter(self) -> bool:
+        """Set the variable unless the user has; tell whether this block has to be left."""
+        with self._lock:
+            if not self._open and LAZY_VARIABLE in os.environ:
+                return False
+            self._open += 1
+            os.environ[LAZY_VARIABLE] = "1"
+            return True
+
+    def leave(self) -> None:
+        """Take the variable away where no other block needs it."""
+        with self._lock:
+            self._open -= 1
+            if not self._open:
+                os.environ.pop(LAZY_VARIABLE, None)
+
+
+_blocks = _Blocks()
+"""State of the process: the last block that is left takes the variable away."""
+
+
 @contextmanager
 def connect_lazily(asked: bool) -> Iterator[None]:
     """Let the groups that are made in the block connect lazily if that is asked for; a value of the user's own stays.
 
+    Several threads may be in such blocks at once. A lock around them would let ranks wait for each other whose threads
+    make their groups in unlike orders.
+
     :param asked: Whether it is.
     :yield: Nothing.
     """
-    if not asked or LAZY_VARIABLE in os.environ:
+    if not asked or not _blocks.enter():
         yield
         return
-    os.environ[LAZY_VARIABLE] = "1"
     try:
         yield
     finally:
-        del os.environ[LAZY_VARIABLE]
+        _blocks.leave()

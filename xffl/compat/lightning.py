@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-__all__ = ["choose_checkpoint"]
+__all__ = ["choose_checkpoint", "saves_by_time"]
 
 
 def choose_checkpoint(trainer: Any, choose: Callable[[Any], str | None]) -> None:
@@ -27,3 +27,12 @@ def choose_checkpoint(trainer: Any, choose: Callable[[Any], str | None]) -> None
         resume_start(choose(checkpoint_path), *args, **kwargs)
 
     connector.resume_start = resume_from_chosen
+
+
+def saves_by_time(callback: Any) -> bool:
+    """Tell whether a ``ModelCheckpoint`` has a ``train_time_interval``, which Lightning 2.6 keeps to itself; local.
+
+    :param callback: The callback.
+    :return: Whether it has one.
+    """
+    return callback._train_time_interval is not None

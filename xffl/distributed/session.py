@@ -57,7 +57,7 @@ from xffl.distributed.startup.meeting import (
     note_meeting_failed,
     world_store,
 )
-from xffl.distributed.startup.open_files import FileLimit, files_of_groups, files_of_store
+from xffl.distributed.startup.open_files import FileLimit, connections_of_votes, files_of_groups, files_of_store
 from xffl.distributed.startup.stores import has_agents_store
 from xffl.errors import ConfigError, LaunchError, StateError, XfflError
 from xffl.topology import Topology
@@ -469,15 +469,15 @@ def _request(
 
 def _count_files(place: ProcessEnvironment, request: _Request, store_files: int) -> int:
     """Return how many files a session opens in this rank at once: while it joins, or when its groups are made."""
-    stores_and_world = store_files
-    if "gloo" in (request.link_backend or request.backend):
-        stores_and_world += files_of_groups([place.world_size])
+    is_gloo = "gloo" in (request.link_backend or request.backend)
+    stores_and_world = store_files + (files_of_groups([place.world_size]) if is_gloo else 0)
     joining = store_files + stores_and_world  # the store of the meeting is still open
     if request.federated is None or isinstance(request.federated, str):
         return joining
     try:
         hsdp, shape = _resolve_mesh(request, place.world_size, request.federated)
-        groups = Topology(place.world_size, request.federated, hsdp, shape).groups_of(place.rank)
+        topology = Topology(place.world_size, request.federated, hsdp, shape)
+        groups = topology.groups_of(place.rank)
     except XfflError:  # raised when the ranks have compared what they ask for
         return joining
     made = 0
@@ -486,6 +486,8 @@ def _count_files(place: ProcessEnvironment, request: _Request, store_files: int)
         if "gloo" in (request.link_backend if is_crossing and request.link_backend else request.backend):
             handles = (request.streams or 1) if group.kind in STREAMED else 1
             made += handles * files_of_groups([len(group.ranks)], has_messages=is_crossing)
+    if is_gloo:
+        made += connections_of_votes(topology, place.rank)
     return max(joining, stores_and_world + made)
 
 

@@ -24,7 +24,7 @@ from xffl.errors import CheckpointError, ConfigError
 from xffl.files import make_folders, open_regular, read_fields, remove_file, sync, write_whole, written_whole
 from xffl.topology import cells_text
 
-__all__ = ["CellCheckpoints", "CheckpointFiles", "WholeCheckpoint"]
+__all__ = ["MARKER", "CellCheckpoints", "CheckpointFiles", "WholeCheckpoint"]
 
 MARKER = "xffl_cell.json"
 """The file that is written last"""

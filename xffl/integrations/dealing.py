@@ -9,7 +9,10 @@ from torch.utils.data import Subset
 from xffl.errors import ConfigError
 from xffl.training.data.partition import iid
 
-__all__ = ["deal_out"]
+__all__ = ["deal_out", "is_dealt_out"]
+
+MARK = "is_part_of_cell"
+"""The attribute of a dataset that was dealt out"""
 
 
 def deal_out(dataset: Any, *, cell: int, cells: int, seed: int) -> Any:
@@ -37,4 +40,20 @@ def deal_out(dataset: Any, *, cell: int, cells: int, seed: int) -> Any:
     if samples < cells:
         raise ConfigError(f"data='split' deals {samples} samples to {cells} cells; give each cell at least one")
     part = iid(samples, cells, seed=seed).parts[cell][: samples // cells].tolist()
-    return dataset.select(part) if hasattr(dataset, "select") else Subset(dataset, part)
+    dealt = dataset.select(part) if hasattr(dataset, "select") else Subset(dataset, part)
+    setattr(dealt, MARK, True)
+    return dealt
+
+
+def is_dealt_out(dataset: Any) -> bool:
+    """Tell whether a dataset is a part that was dealt out, or one around such parts only, such as a ``Subset``; local.
+
+    :param dataset: Any dataset.
+    :return: Whether it is one.
+    """
+    if getattr(dataset, MARK, False):
+        return True
+    parts = getattr(dataset, "datasets", None)  # of a ConcatDataset
+    if not isinstance(parts, list | tuple):
+        parts = [dataset.dataset] if hasattr(dataset, "dataset") else []
+    return bool(parts) and all(is_dealt_out(part) for part in parts)

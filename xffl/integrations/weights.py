@@ -6,14 +6,18 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from xffl.checks import number
 from xffl.errors import ConfigError
 
-__all__ = ["BatchCount", "find_count"]
+__all__ = ["SHIFTING_LOSSES", "BatchCount", "find_count", "shifts_labels"]
 
 IGNORED = -100
 """The label of a token that the losses of transformers leave out"""
+
+SHIFTING_LOSSES = frozenset({"ForCausalLM", "ForConditionalGeneration", "CsmForConditionalGeneration"})
+"""The ``loss_type`` of models of transformers whose loss compares each token with the label after it"""
 
 
 class BatchCount(Protocol):
@@ -30,33 +34,39 @@ class BatchCount(Protocol):
 
 
 class TokenCount:
-    """Counts labels that the loss takes in; the number stays on the device until somebody asks for it."""
+    """Counts labels that the loss takes in; the number stays on the device until somebody asks for it.
 
-    def __init__(self) -> None:
+    :param is_shifted: Whether the model compares a token with the label after it, as causal models do.
+    """
+
+    def __init__(self, *, is_shifted: bool) -> None:
+        self._is_shifted = is_shifted
         self._before = 0.0
         self._tokens: torch.Tensor | None = None
 
     def add(self, batch: Any) -> None:
-        """Count the labels of a batch, without the first one of each sequence, which a causal model does not predict.
+        """Count the labels of a batch, without the first one of each sequence where the model shifts them.
 
         ``shift_labels``, as collators without padding make them, are shifted already. A single label of each row is
         the class, or the number, of the whole row. A batch of pairs, as TRL's DPOTrainer has it, has no labels: the
         tokens of chosen and rejected completions count.
         """
         named = batch if isinstance(batch, Mapping) else {}
-        shifted, labels, completions = (named.get(name) for name in ("shift_labels", "labels", "completion_mask"))
-        if shifted is not None:
-            tokens = shifted.ne(IGNORED).sum()
-        elif labels is not None:
-            is_of_rows = labels.dim() < 2 or labels.shape[-1] == 1
-            tokens = (labels if is_of_rows else labels[..., 1:]).ne(IGNORED).sum()
-        elif completions is not None:
-            tokens = completions[..., 1:].sum()
-        else:
+        name = next((name for name in ("shift_labels", "labels", "completion_mask") if named.get(name) is not None), "")
+        values = named.get(name)
+        if not isinstance(values, torch.Tensor):
+            given = f"a {type(values).__name__} of them" if name else _names_of(batch)
             raise ConfigError(
-                f"weight='tokens' counts labels, but a batch has {_names_of(batch)}; give "
-                "weight='samples', or a number as the weight"
+                f"weight='tokens' counts labels in a tensor, but a batch has {given}; give weight='samples', or a "
+                "number as the weight"
             )
+        is_of_rows = values.dim() < 2 or values.shape[-1] == 1
+        if name == "completion_mask":
+            tokens = values[..., 1:].sum()
+        elif name == "shift_labels" or is_of_rows or not self._is_shifted:
+            tokens = values.ne(IGNORED).sum()
+        else:
+            tokens = values[..., 1:].ne(IGNORED).sum()
         self._tokens = tokens if self._tokens is None else self._tokens + tokens
 
     def counted(self) -> float:
@@ -131,16 +141,34 @@ def _find_rows(batch: Any) -> Iterator[int]:
             yield from _find_rows(value)
 
 
-def find_count(weight: str | float, cell_rank: int) -> BatchCount:
+def shifts_labels(model: nn.Module) -> bool:
+    """Return whether a model of transformers compares each token with the label after it.
+
+    :param model: The model, or what holds it.
+    :return: Whether it does so; not if there is no model of transformers.
+    """
+    for module in model.modules():  # from the outside: those within have losses of their own, which are not used
+        name = type(module).__name__
+        loss = getattr(module, "loss_type", None)
+        if isinstance(loss, str):
+            is_translator = getattr(getattr(module, "config", None), "is_encoder_decoder", False)
+            return loss in SHIFTING_LOSSES and not is_translator
+        if name.endswith("LMHeadModel"):  # as GPT2LMHeadModel: it names no loss, and has that of causal models
+            return not name.endswith("WithLMHeadModel")
+    return False
+
+
+def find_count(weight: str | float, cell_rank: int, *, is_shifted: bool = False) -> BatchCount:
     """Return what counts as a user has asked for it.
 
     :param weight: ``tokens``, ``samples``, or a number above 0.
     :param cell_rank: This rank's number in its cell.
+    :param is_shifted: Whether the model compares a token with the label after it.
     :return: A counter of this rank.
     :raises ConfigError: if it is something else.
     """
     if weight == "tokens":
-        return TokenCount()
+        return TokenCount(is_shifted=is_shifted)
     if weight == "samples":
         return SampleCount()
     if isinstance(weight, str):

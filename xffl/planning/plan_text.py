@@ -9,7 +9,7 @@ from typing import Any
 
 from xffl.planning.text import bytes_text, seconds_text
 
-__all__ = ["assumption_lines", "forecast_lines", "memory_lines", "traffic_lines"]
+__all__ = ["assumption_lines", "forecast_lines", "memory_lines", "startup_lines", "traffic_lines"]
 
 PHASES = (
     ("vote", "both votes, over all ranks"),
@@ -40,6 +40,20 @@ def traffic_lines(traffic: dict[str, Any]) -> list[str]:
         lines.append(f"  a sender in a cell of {kind['ranks']}: {told}")
     lines += pcie_lines(traffic["pcie"]) if "pcie" in traffic else []
     return lines
+
+
+def startup_lines(startup: dict[str, Any]) -> list[str]:
+    """Write what ranks ask of rank 0's store, how many connections they open, and what a vote takes."""
+    asked, nbytes = startup["requests"], bytes_text(startup["store_bytes"])
+    sent = bytes_text(startup["vote_bytes"])
+    return [
+        "",
+        f"Start-up of {startup['ranks']} ranks in {startup['cells']} cells, over gloo:",
+        f"  rank 0's store  {asked} requests, {nbytes}, {startup['store_connections']} connections",
+        f"  connections     {startup['connections']} of the rank that has most, to other ranks",
+        f"  a vote          {startup['vote_messages']} messages and {sent} of the rank that sends most, "
+        f"{startup['vote_steps']} messages one after the other",
+    ]
 
 
 def pcie_lines(pcie: dict[str, Any]) -> list[str]:

@@ -17,6 +17,7 @@ from xffl.distributed.consistency import (
     connect,
     control_device,
     home_device,
+    run_on_all_ranks,
     sends_from_gpu,
     transfer_device,
 )
@@ -24,6 +25,7 @@ from xffl.distributed.cross_world import CrossWorldGroup
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import Create, Groups
 from xffl.distributed.round_groups import make_round_groups
+from xffl.distributed.startup.open_files import FileLimit, files_of_groups
 from xffl.topology import Topology
 
 if TYPE_CHECKING:
@@ -184,6 +186,9 @@ def select_groups(
         across = (world,)
     if multi_rail and scope.cross_world is None and is_lazy(dist.get_world_size()):
         # The world's group has the connections of collectives alone, and senders start messages before their peers do.
+        with run_on_all_ranks("open files of rails", group=world):
+            files = files_of_groups([scope.topology.world_size], has_messages=True)
+            FileLimit.raised().check(scope.rank, scope.topology.world_size, files)
         rails = make_creator(state, made, scope.first)
         across = (rails(tuple(range(scope.topology.world_size)), "xffl_federated_rails"),)
     votes = () if control_device(world).type == "cpu" else (world,)

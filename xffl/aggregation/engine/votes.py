@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import torch
 
 from xffl.aggregation.engine.transport import Move, Progress, start_moves
+from xffl.compat.gloo_connections import is_lazy
 from xffl.costs import STATUS_BYTES
-from xffl.distributed.collectives import Group
+from xffl.distributed.collectives import Group, group_size
 from xffl.distributed.cross_world import CrossWorldGroup
 from xffl.topology import Topology
 
@@ -159,6 +160,26 @@ class VoteTree:
         others = [(number, first + offset) for number, offset in enumerate(topology.offsets[:-1]) if number != cell]
         self._from_others: list[Move] = [(rows[number], rank) for number, rank in others]
         self._to_others: list[Move] = [(self._here, rank) for _, rank in others]
+
+    def connect(self, group: Group | None) -> None:
+        """Open the connections of votes where a large group over gloo has those of collectives alone.
+
+        Collective over ``group``, all ranks that vote; elsewhere nothing is done. A rank that is lost later is noticed
+        at once, by connections that are open.
+        """
+        if isinstance(group, CrossWorldGroup) or self._device.type == "cuda" or not is_lazy(group_size(group)):
+            return
+
+        def emptied(moves: Sequence[Move]) -> list[Move]:
+            return [(values.new_zeros(1), peer) for values, peer in moves]
+
+        # In the order of a vote, so that no rank waits for one that waits for it.
+        swap(emptied(self._from_below), [], group)
+        swap([], emptied(self._to_above), group)
+        if self._is_first:
+            swap(emptied(self._from_others), emptied(self._to_others), group)
+        swap(emptied(self._from_above), [], group)
+        swap([], emptied(self._to_below), group)
 
     def gather(self, status: RoundStatus, group: Group | None, within_s: float) -> list[RoundStatus]:
         """Give this rank's status and return everybody's, by rank; collective over ``group``, all ranks that vote.

@@ -228,12 +228,14 @@ def check_limits(world_size: int, files: tuple[int, int] | None = None) -> list[
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE) if files is None else files
     unlimited = resource.RLIM_INFINITY
     wanted = 4 * world_size + 256
-    status, text = OK, "unlimited" if soft == unlimited else f"{soft} at most"
-    can = "ulimit -n " + str(wanted) if hard == unlimited or hard >= wanted else "the site to raise the hard limit"
-    if soft != unlimited and soft < wanted:
-        status = ERROR if soft < world_size else WARNING
+    status, text = OK, "unlimited" if hard == unlimited else f"{hard} at most"
+    if soft != hard:
+        text += f", to which a session raises the limit of {soft}"
+    if hard != unlimited and hard < wanted:
+        status = ERROR if hard < world_size else WARNING
         text += f", but {world_size} ranks may need {wanted} for their connections"
-    findings = [Finding("open files", status, text, f"put {can} into the job")]
+    advice = f"ask the site to raise the hard limit (ulimit -Hn) to {wanted}"
+    findings = [Finding("open files", status, text, advice)]
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     has_rdma = _INFINIBAND.is_dir() and any(_INFINIBAND.iterdir())
     status, text = OK, "unlimited" if locked == unlimited else f"{locked // 1024} KiB at most"

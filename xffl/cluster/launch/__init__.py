@@ -1,8 +1,9 @@
 """Launchers: the ranks of a job are started as local processes, by srun or over ssh, and watched until they end.
 
-``job_layout`` lays ranks over hosts; ``launch`` (local), ``srun`` and ``ssh`` (with ``ssh_agent`` on each host) start a
-``runner`` for each rank as a ``child``, which runs the ``script`` and reports its ``failure``; ``failure`` also watches
-the job's end, and ``logs`` what ranks print, ``affinity`` gives a rank its cores.
+``job_layout`` lays ranks over hosts; ``launch`` (local), ``srun`` and ``ssh`` (with ``ssh_agent`` on each host, which
+one of the ``host_shells`` reaches) start a ``runner`` for each rank as a ``child``, which runs the ``script`` and
+reports its ``failure``; ``failure`` also watches the job's end, and ``logs`` what ranks print, ``many_ranks`` in short;
+``affinity`` gives a rank its cores.
 """
 
 from __future__ import annotations

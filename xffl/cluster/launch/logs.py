@@ -13,23 +13,28 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from xffl.errors import ConfigError
 from xffl.files import create
 from xffl.json_text import parse_json
+
+if TYPE_CHECKING:
+    from xffl.cluster.launch.many_ranks import ManyRanks
 
 __all__ = [
     "LineBuffer",
     "MarkedLines",
     "Message",
     "RankFile",
+    "RankLines",
     "Stream",
     "following",
     "line_prefix",
     "list_rank_files",
     "make_log_dir",
     "mark",
+    "rank_lines",
     "redirect",
 ]
 
@@ -125,8 +130,9 @@ def _shortened(value: Any) -> Any:
 
 
 _NAME = re.compile(r"rank_([0-9]+)(?:_cell_([0-9]+))?\.log")
-# In an elastic run each cell has a folder, with one for each time it was started.
-_FOLDER = re.compile(r"(?:cell|life)_([0-9]+)")
+# In an elastic run each cell has a folder, with one for each time it was started; very many ranks have several.
+_FOLDER = re.compile(r"(?:ranks|cell|life)_([0-9]+)")
+_FILES_PER_FOLDER = 256
 _POLL_S = 0.2
 _FILES_PER_S = 1000  # files that are looked at, at most: a folder may be on a file system that many share
 _CHUNK_BYTES = 1 << 20
@@ -139,6 +145,13 @@ class RankFile:
     rank: int
     cell: int | None = field(compare=False)  # None where the cells were not known when the rank was started
     folder: Path = field(compare=False)
+
+    @classmethod
+    def of_job(cls, rank: int, cell: int | None, folder: Path, world_size: int) -> RankFile:
+        """Return the file of a rank of a job: with more than 256 ranks in a folder of 256, ``ranks_00512``."""
+        if world_size > _FILES_PER_FOLDER:
+            folder = folder / f"ranks_{rank - rank % _FILES_PER_FOLDER:05d}"
+        return cls(rank, cell, folder)
 
     @property
     def path(self) -> Path:
@@ -160,7 +173,7 @@ def make_log_dir(folder: str) -> str:
 
 
 def list_rank_files(folder: Path) -> tuple[RankFile, ...]:
-    """List the log files of a folder, by rank, and then those of the cells of an elastic run."""
+    """List the log files of a folder and of those in it that are for 256 ranks, or a cell of an elastic run, each."""
     try:
         names = os.listdir(folder)
     except OSError as error:
@@ -191,20 +204,59 @@ def line_prefix(rank: int, cell: int | None) -> bytes:
     return b"[rank %d] " % rank if cell is None else b"[cell %d rank %d] " % (cell, rank)
 
 
+class RankLines:
+    """Writes lines of ranks to a stream as they come."""
+
+    def __init__(self, out: BinaryIO) -> None:
+        self._out = out
+
+    def write(self, rank: int | None, prefix: bytes, line: bytes) -> None:
+        """Take a line of a rank, if it is known whose it is, with what is to stand before it."""
+        self._out.write(prefix + line)
+
+    def tell(self) -> None:
+        """Say what is due of lines that were not written; to be called now and then."""
+
+    def end(self) -> None:
+        """Say all that is left to say; no line comes any more."""
+
+
+_MANY_RANKS = 64
+
+
+def rank_lines(out: BinaryIO, world_size: int) -> RankLines | ManyRanks:
+    """Return what writes the lines of a job's ranks; of more than 64 ranks it shortens them."""
+    if world_size <= _MANY_RANKS:
+        return RankLines(out)
+    from xffl.cluster.launch.many_ranks import ManyRanks
+
+    return ManyRanks(out)
+
+
 def sizes_now(folder: Path) -> dict[Path, int]:
     """Note how long the log files are, so that a stream can begin there."""
     return {file.path: file.path.stat().st_size for file in list_rank_files(folder)}
 
 
 class Stream:
-    """Copies what is added to a folder's log files, line by line with a prefix."""
+    """Copies what is added to a folder's log files, line by line with a prefix.
+
+    Of a job of more than 64 ranks (``world_size``) what is shown is shortened (:mod:`xffl.cluster.launch.many_ranks`).
+    """
 
     def __init__(
-        self, folder: Path, out: BinaryIO, ranks: Collection[int] | None = None, begin: dict[Path, int] | None = None
+        self,
+        folder: Path,
+        out: BinaryIO,
+        ranks: Collection[int] | None = None,
+        begin: dict[Path, int] | None = None,
+        *,
+        world_size: int = 1,
     ) -> None:
         self.folder = folder
         self.out = out
         self.ranks = ranks
+        self._lines = rank_lines(out, world_size)
         self._read_to = dict(begin or {})
         self._buffers: defaultdict[Path, LineBuffer] = defaultdict(LineBuffer)
         self._looked_at = 0
@@ -215,6 +267,9 @@ class Stream:
         for file in files:
             self._copy_one(file, is_end)
         self._looked_at = len(files)
+        if is_end:
+            self._lines.end()
+        self._lines.tell()
         self.out.flush()
 
     def _copy_one(self, file: RankFile, is_end: bool) -> None:
@@ -225,10 +280,10 @@ class Stream:
                 log.seek(at)
                 while chunk := log.read(_CHUNK_BYTES):
                     for line in buffer.feed(chunk):
-                        self.out.write(prefix + line + (b"" if line.endswith((b"\n", b"\r")) else b"\n"))
+                        self._lines.write(file.rank, prefix, line if line.endswith((b"\n", b"\r")) else line + b"\n")
                 self._read_to[path] = log.tell()
         if is_end and (rest := buffer.flush()):
-            self.out.write(prefix + rest + b"\n")
+            self._lines.write(file.rank, prefix, rest + b"\n")
 
     def follow(self, wait: Callable[[float], bool]) -> None:
         """Copy until nothing more will come."""
@@ -240,10 +295,10 @@ class Stream:
 
 
 @contextmanager
-def following(folder: Path, out: BinaryIO) -> Iterator[None]:
+def following(folder: Path, out: BinaryIO, world_size: int = 1) -> Iterator[None]:
     """Show what ranks write into a folder while the block runs; where the reader has gone, SIGTERM ends its ranks."""
     over = threading.Event()
-    stream = Stream(folder, out, begin=sizes_now(folder))
+    stream = Stream(folder, out, begin=sizes_now(folder), world_size=world_size)
     troubles: list[Exception] = []
 
     def follow() -> None:

@@ -126,7 +126,7 @@ def keep_log(folder: str) -> int:
     cell = None if elastic is None else elastic[0]
     if sizes is not None and not isinstance(sizes, str):
         cell = Topology(world_size, sizes, replica_size).cell_of(rank)
-    return redirect(RankFile(rank, cell, Path(folder)))
+    return redirect(RankFile.of_job(rank, cell, Path(folder), world_size))
 
 
 def limit_exit(code: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import shlex
 import shutil
 import signal
@@ -15,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import IO, BinaryIO
+from typing import IO, TYPE_CHECKING, BinaryIO
 
 from xffl.cluster.host_lists import expand_hosts
 from xffl.cluster.hosts import node_address
@@ -23,15 +24,19 @@ from xffl.cluster.launch.affinity import limit_threads
 from xffl.cluster.launch.child import child_command
 from xffl.cluster.launch.failure import ExitCode, JobWatch, RankFailure, caught_signals, parse_failure
 from xffl.cluster.launch.job_layout import JobLayout, LaunchOptions
-from xffl.cluster.launch.logs import LineBuffer, MarkedLines, Message, line_prefix
+from xffl.cluster.launch.logs import LineBuffer, MarkedLines, Message, RankLines, line_prefix, rank_lines
 from xffl.cluster.launch.runner import RankJob
 from xffl.cluster.launch.script import check_command
 from xffl.compat.libc import die_with_parent
 from xffl.errors import LaunchError
 
+if TYPE_CHECKING:
+    from xffl.cluster.launch.many_ranks import ManyRanks
+
 __all__ = ["launch_srun", "read_task_ends", "srun_command"]
 
 _POLL_S = 0.1
+_TELL_S = 0.5  # how long nothing comes before what is due of lines that were not written is said
 _CHUNK_BYTES = 1 << 16
 _SCANCEL_S = 10
 _SLACK_S = 5.0  # how long srun may take to end after it was told to, and its output to come once it has been killed
@@ -199,24 +204,44 @@ class _Step:
         def copy() -> None:
             assert stream is not None
             buffer, is_begun = LineBuffer(), False
+            lines = rank_lines(out, self._layout.topology.world_size)
             while True:
+                if not select.select([stream], [], [], _TELL_S)[0]:
+                    self._try(lines.tell, out)
+                    continue
                 piece = os.read(stream.fileno(), _CHUNK_BYTES)
                 for line in buffer.feed(piece) if piece else filter(None, [buffer.flush()]):
-                    try:
-                        shown = show(line, is_begun)
-                        if shown and self._trouble is None:
-                            out.write(shown)
-                            out.flush()
-                    except Exception as error:  # noqa: BLE001 - raised in the main thread
-                        # Go on reading: ranks whose output is not read would wait for ever.
-                        self._trouble = self._trouble or error
+                    self._try(partial(self._show, lines, show, line, is_begun), out)
                     is_begun = not line.endswith(b"\n")
                 if not piece:
+                    self._try(lines.end, out)
                     return
 
         thread = threading.Thread(target=copy, name="xffl srun", daemon=True)
         thread.start()
         return thread
+
+    def _try(self, write: Callable[[], None], out: BinaryIO) -> None:
+        """Write something; why it fails is raised in the main thread."""
+        try:
+            write()
+            out.flush()
+        except Exception as error:  # noqa: BLE001 - raised in the main thread
+            # Go on reading: ranks whose output is not read would wait for ever.
+            self._trouble = self._trouble or error
+
+    def _show(
+        self, lines: RankLines | ManyRanks, show: Callable[[bytes, bool], bytes], line: bytes, is_begun: bool
+    ) -> None:
+        shown = show(line, is_begun)
+        if not shown or self._trouble is not None:
+            return
+        label = _LABEL.match(line) if self._is_labelled and not is_begun else None
+        rank = None if label is None else int(label[1])
+        prefix = b"" if rank is None else line_prefix(rank, self._layout.cell_of(rank))
+        if not shown.startswith(prefix):  # it was put together of several lines
+            prefix = b""
+        lines.write(rank, prefix, shown.removeprefix(prefix))
 
     def _filter_stderr(self, line: bytes, is_begun: bool) -> bytes:
         """Take out of standard error what is for this process."""

@@ -1,6 +1,6 @@
-"""Ranks on hosts that ssh reaches: one connection to each, no shared shell string.
+"""Ranks on hosts that ssh, or a program of the batch system, reaches: one connection to each, no shared shell string.
 
-What ssh runs is a fixed, quoted line of Python that reads what to do from standard input as JSON, and answers with
+What it runs there is a fixed, quoted line of Python that reads what to do from standard input as JSON, and answers with
 lines of JSON (:mod:`xffl.cluster.launch.ssh_agent`). When the connection ends, so do the ranks there.
 """
 
@@ -34,8 +34,9 @@ from xffl.cluster.launch.failure import (
     code_of_signal,
     parse_failure,
 )
+from xffl.cluster.launch.host_shells import SSH, HostShell
 from xffl.cluster.launch.job_layout import JobLayout, LaunchOptions
-from xffl.cluster.launch.logs import MarkedLines, line_prefix
+from xffl.cluster.launch.logs import MarkedLines, line_prefix, rank_lines
 from xffl.cluster.launch.runner import RankJob
 from xffl.cluster.recognition.launchers import launcher_variables
 from xffl.cluster.slurm.allocation import Host
@@ -49,11 +50,7 @@ BEAT_S = 10.0  # how often each host hears from here
 _SILENCE_S = 12 * BEAT_S  # a host that hears nothing for so long ends its ranks
 _LAST_WORDS_S = 1.0
 _FILES_PER_HOST, _FILES_BESIDES = 3, 64
-_SSH = (
-    "ssh -o BatchMode=yes -o StrictHostKeyChecking=yes -o ConnectTimeout=20 -o ServerAliveInterval=15 "
-    "-o ServerAliveCountMax=4 -o ControlMaster=no -o ControlPath=none"
-)
-"""A shared connection would stay in the background, and end all of a host's jobs together."""
+_AGENT = "xffl.cluster.launch.ssh_agent"
 _BOOT = (  # the same for every job; with -c the path begins with the folder in which ssh begins, whatever lies there
     "import sys; sys.path[0] or sys.path.pop(0); import json; job = json.loads(sys.stdin.readline()); "
     'sys.path.append(job["path"]); '
@@ -61,27 +58,37 @@ _BOOT = (  # the same for every job; with -c the path begins with the folder in 
 )
 
 
-def ssh_command(host: Host, environ: Mapping[str, str], module: str = "xffl.cluster.launch.ssh_agent") -> list[str]:
-    """Return the words that reach a host and start a module's ``main`` there; the last is for the shell of the host."""
+def ssh_command(host: Host, environ: Mapping[str, str], module: str = _AGENT) -> list[str]:
+    """Return the words by which ssh starts a module's ``main`` on a host; the last is for the shell of the host."""
+    return SSH.command(host, _line_of(module, environ), environ)
+
+
+def _line_of(module: str, environ: Mapping[str, str]) -> str:
+    """Return the line of the shell that starts a module's ``main``."""
     python, boot = environ.get("XFFL_PYTHON") or sys.executable, _BOOT.format(module)
-    remote = f"exec {shlex.quote(python)} -u -c {shlex.quote(boot)}"
-    return [*shlex.split(environ.get("XFFL_SSH") or _SSH), "--", host.address or host.name, remote]
+    return f"exec {shlex.quote(python)} -u -c {shlex.quote(boot)}"
 
 
 class HostConnection:
     """One connection, with threads of its own: neither a host that does not read nor a paused terminal stops it."""
 
     def __init__(
-        self, number: int, host: Host, told: Mapping[str, Any], events: queue.Queue[tuple[int, dict[str, Any]]]
+        self,
+        number: int,
+        host: Host,
+        told: Mapping[str, Any],
+        events: queue.Queue[tuple[int, dict[str, Any]]],
+        shell: HostShell,
     ) -> None:
         self.host = host
+        self.shell = shell
         self.left = host.slots  # ranks that have not ended
         self.is_ready = self.is_over = False
         self.trouble: str | None = None  # what ended the ranks of this host, if it is no rank's doing
-        self.stderr: list[str] = []  # what ssh itself said
+        self.stderr: list[str] = []  # what ssh, or what stands in its place, said itself
         try:
             self._process = subprocess.Popen(
-                ssh_command(host, os.environ),
+                shell.command(host, _line_of(_AGENT, os.environ), os.environ),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -89,8 +96,8 @@ class HostConnection:
             )
         except (OSError, ValueError) as error:
             raise LaunchError(
-                f"ssh to host {host.name} cannot be started: {error}. HINT: XFFL_SSH names another program, with its "
-                f"options; ssh needs {_FILES_PER_HOST} open files for each host (ulimit -n)"
+                f"{shell.name} to host {host.name} cannot be started: {error}. HINT: {shell.variable} names another "
+                f"program, with its options; {shell.name} needs {_FILES_PER_HOST} open files for each host (ulimit -n)"
             ) from error
         self._orders: queue.SimpleQueue[Mapping[str, Any] | None] = queue.SimpleQueue()
         self.send(told)
@@ -120,13 +127,14 @@ class HostConnection:
     def explain(self, code: int) -> str:
         """Say why a host could not be reached, and what to do."""
         said = " ".join(self.stderr).rstrip(".") or f"exit code {code}"
-        sign, name = said.lower(), self.host.address or self.host.name
+        sign, name, shell = said.lower(), self.host.address or self.host.name, self.shell
         python = os.environ.get("XFFL_PYTHON") or sys.executable
-        remedy = f"try ssh {name} true; a program other than ssh, or its options, may stand in XFFL_SSH"
-        if "host key" in sign:
+        remedy = f"try {shell.trial.format(name)}; a program other than {shell.name}, or its options, may stand in "
+        remedy += shell.variable
+        if shell.logs_in and "host key" in sign:
             remedy = "its key is not known here: compare it with what the host's operators publish, then "
             remedy += f"ssh {name} once"
-        elif "permission denied" in sign:
+        elif shell.logs_in and "permission denied" in sign:
             remedy = "ssh must not ask for a password: see ssh-copy-id and ssh-agent, and try ssh -o BatchMode=yes "
             remedy += f"{name} true"
         elif code == 127 or "not found" in sign or "no such file" in sign or "no module" in sign:
@@ -203,8 +211,10 @@ _OF_A_LAUNCHER = (
 )
 
 
-def launch_ssh(layout: JobLayout, command: Sequence[str], options: LaunchOptions) -> RankFailure | int:
-    """Run a Python script on hosts that ssh reaches without a question, and wait for it.
+def launch_ssh(
+    layout: JobLayout, command: Sequence[str], options: LaunchOptions, shell: HostShell = SSH
+) -> RankFailure | int:
+    """Run a Python script on hosts that ssh, or another program, reaches without a question, and wait for it.
 
     The folder, the script and the Python of this process must exist on every host at the same path. The ranks get
     torchrun's variables and meet at the first host, on a port that is free there. Signals are passed on as
@@ -219,7 +229,7 @@ def launch_ssh(layout: JobLayout, command: Sequence[str], options: LaunchOptions
     told["world_size"] = layout.topology.world_size
     told["has_source"] = options.source is not None
     with caught_signals() as take_signals:
-        job = _Job(layout, watch, options.is_labelled, take_signals)
+        job = _Job(layout, watch, options.is_labelled, take_signals, shell=shell)
         try:
             job.connect(told)
             return job.wait()
@@ -262,15 +272,24 @@ class _Job:
     """All connections of a job."""
 
     def __init__(
-        self, layout: JobLayout, watch: JobWatch, is_labelled: bool, take_signals: Callable[[], list[tuple[int, bool]]]
+        self,
+        layout: JobLayout,
+        watch: JobWatch,
+        is_labelled: bool,
+        take_signals: Callable[[], list[tuple[int, bool]]],
+        shell: HostShell,
     ) -> None:
         self._layout = layout
+        self._shell = shell
         self._watch = watch
         self._is_labelled = is_labelled
         self._take_signals = take_signals
         self._events: queue.Queue[tuple[int, dict[str, Any]]] = queue.Queue()
         self._connections: list[HostConnection] = []
         self._marked = MarkedLines()
+        world_size = layout.topology.world_size
+        self._shown = {False: sys.stdout.buffer, True: sys.stderr.buffer}  # by whether it is standard error
+        self._lines = {is_error: rank_lines(out, world_size) for is_error, out in self._shown.items()}
         self._is_stopping = False
         self._failed: list[tuple[int, int]] = []  # ranks that ended with a code other than 0, and the code
 
@@ -287,7 +306,8 @@ class _Job:
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
         for number, host in enumerate(hosts):
             place = {"host": host.name, "first": first, "slots": host.slots, "node_rank": number, "nodes": len(hosts)}
-            self._connections.append(HostConnection(number, host, {**told, **place, "meet": meet}, self._events))
+            words = {**told, **place, "meet": meet}
+            self._connections.append(HostConnection(number, host, words, self._events, shell=self._shell))
             first += host.slots
         port = self._wait_for_answers()
         if self._watch.stopped_by is None:
@@ -297,11 +317,15 @@ class _Job:
         """Show what the ranks print until the last has ended, and tell how the job ended."""
         while any(not connection.is_over for connection in self._connections):
             self._check_limits()
+            for lines in self._lines.values():
+                lines.tell()
             try:
                 number, event = self._events.get(timeout=_POLL_S)
             except queue.Empty:
                 continue
             self._handle(self._connections[number], event)
+        for lines in self._lines.values():
+            lines.end()
         ended = self._watch.result()
         is_echo = isinstance(ended, RankFailure) and ended.record is not None and ended.record.lost_peer
         trouble = next(filter(None, (connection.trouble for connection in self._connections)), None)
@@ -358,7 +382,8 @@ class _Job:
                 return port
             if time.monotonic() > deadline:
                 names = ", ".join(connection.host.name for connection in waiting)
-                raise LaunchError(f"no answer from {names} within {_ANSWER_S:g} s. HINT: try ssh {names.split(',')[0]}")
+                trial = self._shell.trial.format(waiting[0].host.name)
+                raise LaunchError(f"no answer from {names} within {_ANSWER_S:g} s. HINT: try {trial}")
             try:
                 number, event = self._events.get(timeout=_POLL_S)
             except queue.Empty:
@@ -379,7 +404,7 @@ class _Job:
         if "over" in event:
             connection.is_over = True
             if connection.left:  # its ranks are gone with it
-                said = " ".join(connection.stderr) or "ssh says nothing"
+                said = " ".join(connection.stderr) or f"{self._shell.name} says nothing"
                 self._lose_host(connection, f"the connection to {connection.host.name} broke: {said}")
         elif "given_up" in event:
             self._lose_host(connection, f"{connection.host.name} ended its ranks: {event['given_up']}")
@@ -405,7 +430,6 @@ class _Job:
         self._stop_ranks(signal.SIGTERM)
 
     def _show(self, rank: int, lines: bytes, *, is_error: bool) -> None:
-        out = sys.stderr.buffer if is_error else sys.stdout.buffer
         prefix = line_prefix(rank, self._layout.cell_of(rank)) if self._is_labelled else b""
         for line in lines.splitlines(keepends=True):
             said, message = self._marked.take(line) if is_error else (line, None)
@@ -416,5 +440,5 @@ class _Job:
                 else:
                     self._watch.add_record(message.rank, record)
             if said:
-                out.write(prefix + said)
-        out.flush()
+                self._lines[is_error].write(rank, prefix, said)
+        self._shown[is_error].flush()

@@ -40,11 +40,18 @@ class LongWait:
             self._notes.write(self._own)
 
     def tell(self, seconds: float) -> None:
-        """Write a line about the wait, which has taken so many seconds."""
-        absent = "" if self._notes is None else self._describe_absent(self._notes)
+        """Write a line about the wait, which has taken so many seconds, for all ranks that wait in the same call."""
+        absent, more = "", ""
+        if self._notes is not None:
+            with suppress(RuntimeError):
+                if not self._notes.become_speaker(self._own):
+                    return
+                if (others := self._notes.count() - 1) > 0:
+                    more = f" (and {others} more)"
+            absent = self._describe_absent(self._notes)
         rank = self._group.first + self._group.rank() if isinstance(self._group, CrossWorldGroup) else dist.get_rank()
         print(
-            f"xffl: rank {rank} has waited {seconds:g} s in {self._own.call}{self._own.where} for others of "
+            f"xffl: rank {rank}{more} has waited {seconds:g} s in {self._own.call}{self._own.where} for others of "
             f"{self._size} ranks: {absent}{': ' if absent else ''}every rank must make this call. If some never do, "
             "make it on all; until the timeout this rank waits on",
             file=sys.stderr,

@@ -62,6 +62,7 @@ class WaitingNotes:
 
     def __init__(self, group: Group | None) -> None:
         self._store: Store
+        self._spoken: str | None = None  # the key of the wait of which this rank has told
         if isinstance(group, CrossWorldGroup):
             self._store = group.store
             self._own = group.rank()
@@ -78,10 +79,29 @@ class WaitingNotes:
     def write(self, note: WaitingNote) -> None:
         """Note that this rank waits."""
         self._store.set(self._key(self._own), json.dumps([note.call, note.where]))
+        self._store.add(self._key("count"), 1)
 
     def remove(self) -> None:
         """Note that this rank waits no more."""
         self._store.delete_key(self._key(self._own))
+        self._store.add(self._key("count"), -1)
+        if self._spoken is not None:
+            self._store.delete_key(self._spoken)
+
+    def become_speaker(self, note: WaitingNote) -> bool:
+        """Tell whether this rank is the first to tell of a wait in this call, at this line; it does so for all.
+
+        The next wait there is told of again once this rank waits no more.
+        """
+        key = self._key(f"told/{note.call}{note.where}")
+        if self._store.add(key, 1) > 1:
+            return False
+        self._spoken = key
+        return True
+
+    def count(self) -> int:
+        """Return how many ranks wait, in whatever call."""
+        return self._store.add(self._key("count"), 0)
 
     def read(self, most: int) -> dict[int, WaitingNote | None]:
         """Return the note of each of the first other ranks, with ``None`` for one that does not wait."""
@@ -95,5 +115,5 @@ class WaitingNotes:
     def _others(self) -> Sequence[int]:
         return [rank for rank in self._ranks if rank != self._own]
 
-    def _key(self, rank: int) -> str:
-        return f"xffl_waits/{self._name}/{rank}"
+    def _key(self, name: int | str) -> str:
+        return f"xffl_waits/{self._name}/{name}"

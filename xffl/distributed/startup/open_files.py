@@ -10,9 +10,11 @@ from dataclasses import dataclass
 
 from xffl.compat.gloo_connections import is_lazy
 from xffl.compat.sockets import count_open_files
+from xffl.costs import neighbours_of_barrier, neighbours_of_votes
 from xffl.errors import ConfigError
+from xffl.topology import Topology
 
-__all__ = ["FileLimit", "connections_of_group", "files_of_groups", "files_of_store"]
+__all__ = ["FileLimit", "connections_of_group", "connections_of_votes", "files_of_groups", "files_of_store"]
 
 GROUP_FILES = 4
 """What a gloo group of one rank opens: a listening socket, and what wakes its thread (torch 2.13)."""
@@ -65,4 +67,11 @@ def connections_of_group(size: int, *, has_messages: bool = False) -> int:
     """Return to how many others gloo connects a rank of a group of so many ranks."""
     if has_messages or not is_lazy(size):
         return size - 1
-    return min(size - 1, 2 * math.ceil(math.log2(size)))
+    return len(neighbours_of_barrier(0, size))
+
+
+def connections_of_votes(topology: Topology, rank: int) -> int:
+    """Return how many connections the votes of rounds open beside those of the world's barrier: none in a mesh."""
+    if not is_lazy(topology.world_size):
+        return 0
+    return len(neighbours_of_votes(topology, rank) - neighbours_of_barrier(rank, topology.world_size))

@@ -12,7 +12,7 @@ from xffl.checkpoint.generators import RandomState
 from xffl.distributed.cell_notes import CellNotes
 from xffl.distributed.distributed_state import DistributedState
 from xffl.integrations.checkpoints import CellCheckpoints, WholeCheckpoint
-from xffl.integrations.first_model import take_model_of_first_cell, weights_put_aside
+from xffl.integrations.entering import enter_rounds
 from xffl.integrations.frozen import check_frozen
 from xffl.integrations.lightning.closures import call_closure_first
 from xffl.integrations.lightning.lightning_files import LightningFiles
@@ -48,6 +48,8 @@ class CellRounds:
     ) -> None:
         self.reports: list[RoundReport] = []
         """The reports of this process's rounds."""
+        self.total_weight = 0.0
+        """Sum of the weights that all cells had in all rounds before the newest step."""
         self._trainer = trainer
         self._state = state
         self._notes = notes
@@ -59,39 +61,44 @@ class CellRounds:
         self._random = RandomState(trainer.strategy.root_device)
         self._remove = trainer.strategy.remove_checkpoint
         self._scaling: FederatedScaling | None = None
+        self._noted: list[Any] = []
+        """The batch of this moment, until it counts."""
 
     def begin(self) -> None:
         """Begin with one model in all cells, or go on from a checkpoint that was loaded; collective over the job."""
         model = self._trainer.strategy.model
         check_frozen(model, self._state, self._notes, seeding="call lightning.seed_everything")
-        if self._resumed is None and self._state.isolated is not None:
-            take_model_of_first_cell(model, self._state)
         for optimizer in self._trainer.optimizers:
             call_closure_first(optimizer)
-        scaling = FederatedScaling(
+        self._scaling, saved = enter_rounds(
             model,
             self._trainer.optimizers,
             self._state,
-            weight=self._take_count,
+            count=self._count,
             on_round=self.reports.append,
-            **self._options,
+            options=self._options,
+            checkpoints=self._checkpoints,
+            resumed=self._resumed,
         )
-        if self._resumed is None:
-            scaling.__enter__()
-            self._scaling = scaling
-        else:
-            with weights_put_aside(model):
-                scaling.__enter__()
-                self._scaling = scaling
-            saved = self._checkpoints.load(self._resumed)
-            scaling.load_state_dict(saved["rounds"])
-            self._count.restart(float(saved["count"]))
+        if saved:
             self._random.load_state_dict(saved["random"])
-        scaling.join()  # Lightning calls training_step, and not the module, where the first batch would join
+        self._scaling.join()  # Lightning calls training_step, and not the module, where the first batch would join
+        self.note_total_weight()
 
-    def count(self, batch: Any) -> None:
-        """Count a batch that is about to be trained on; local."""
-        self._count.add(batch)
+    def note(self, batch: Any) -> None:
+        """Note a batch that is about to be trained on, or skipped; local."""
+        self._noted = [batch]
+
+    def count(self) -> None:
+        """Count the noted batch, once: it is trained on; local."""
+        for batch in self._noted:
+            self._count.add(batch)
+        self._noted = []
+
+    def note_total_weight(self) -> None:
+        """Note what all cells have trained on together; local."""
+        if self._scaling is not None:
+            self.total_weight = self._scaling.total_weight
 
     def finish(self) -> None:
         """Make the last rounds until all cells have finished, and hold the same model; collective over the job."""
@@ -155,9 +162,6 @@ class CellRounds:
             self._files.note_unwanted(folder)
             self._checkpoints.remove_surplus()
         else:
+            if folder.is_dir():  # those of weights alone have none
+                self._files.note_unwanted(folder)
             self._files.remove(folder)
-
-    def _take_count(self) -> float:
-        count = self._count.counted()
-        self._count.restart(0.0)
-        return count

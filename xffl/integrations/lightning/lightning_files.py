@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from xffl.files import remove_file, write_whole
-from xffl.integrations.checkpoints import WholeCheckpoint
+from xffl.integrations.checkpoints import MARKER, WholeCheckpoint
 
 __all__ = ["LightningFiles"]
 
@@ -45,8 +45,14 @@ class LightningFiles:
 
     def folders(self) -> list[Path]:
         """Return the folders that stand beside checkpoints, but for those that somebody has removed by hand."""
-        folders = [path for folder in self._folders if folder.is_dir() for path in sorted(folder.rglob(f"*{ENDING}"))]
-        return [folder for folder in folders if self.path_of(folder).exists()]
+        return [folder for folder in self._all_folders() if self.path_of(folder).exists()]
+
+    def finish_removals(self) -> None:
+        """Remove what a process has left that was killed while it removed or began a checkpoint; at the next start."""
+        for folder in self._all_folders():
+            is_removed = (folder / UNWANTED).exists() or not self.path_of(folder).exists()
+            if is_removed and not (folder / MARKER).exists():
+                self.remove(folder)
 
     def files(self, folder: Path) -> list[Path]:
         """Return Lightning's files of a checkpoint, and those of its rounds."""
@@ -59,7 +65,7 @@ class LightningFiles:
         return [checkpoint for checkpoint in whole if (checkpoint.folder / UNWANTED).exists()]
 
     def remove(self, folder: Path) -> None:
-        """Remove a checkpoint."""
+        """Remove a checkpoint, the folder with what tells of the removal last."""
         self._remove(self.path_of(folder))
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -70,3 +76,6 @@ class LightningFiles:
     def note_unwanted(self, folder: Path) -> None:
         """Note that Lightning has asked to remove the checkpoint, also for a process that comes after this one."""
         write_whole(folder / UNWANTED, "")
+
+    def _all_folders(self) -> list[Path]:
+        return [path for folder in self._folders if folder.is_dir() for path in sorted(folder.rglob(f"*{ENDING}"))]

@@ -8,11 +8,18 @@ from lightning.pytorch import callbacks
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities import CombinedLoader
 
+from xffl.compat.lightning import saves_by_time
 from xffl.distributed.cell_notes import CellNotes
+from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import ConfigError
+from xffl.integrations.dealing import is_dealt_out
+from xffl.training.data.loaders import CellLoader
+from xffl.training.data.sampler import CellOrder
+from xffl.training.data.streams import CellStream
 
-__all__ = ["check_loggers", "check_trainer"]
+__all__ = ["check_data", "check_loggers", "check_saves", "check_trainer"]
 
 _STRATEGIES = (DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy)
 _REASONS = {
@@ -69,6 +76,68 @@ def _check_saves(callback: Any) -> None:
             "checkpoint of its step: a cell writes over it, and after a kill no checkpoints of all cells may go "
             "together; leave save_last out, and add ModelCheckpoint(every_n_train_steps=...)"
         )
+
+
+def check_saves(trainer: Any, state: DistributedState) -> None:
+    """Refuse isolated cells whose only checkpoints are saved where the cell's own metric or clock says so; local.
+
+    After a kill they go on from checkpoints with the same number of rounds behind them, of which there may be none.
+
+    :param trainer: The Trainer, in ``setup``.
+    :param state: The state of this rank.
+    :raises ConfigError: if no callback saves after the same steps in all cells; the text has the line to write.
+    """
+    if state.isolated is None or state.cells == 1:
+        return
+    saving = [
+        callback
+        for callback in trainer.checkpoint_callbacks
+        if isinstance(callback, callbacks.ModelCheckpoint)
+        and callback.save_top_k != 0
+        and not callback.save_weights_only
+    ]
+    reasons = [_find_unlike(callback) for callback in saving]
+    if reasons and all(reasons):
+        raise ConfigError(
+            f"ModelCheckpoint({reasons[0]}) saves after unlike rounds in the cells, and after a kill no checkpoints of "
+            "all cells may go together; add ModelCheckpoint(every_n_train_steps=100), from which the cells continue"
+        )
+
+
+def _find_unlike(callback: callbacks.ModelCheckpoint) -> str | None:
+    """Return the argument by which a callback saves after other steps in each cell, if there is one."""
+    if callback.monitor is not None and callback.save_top_k > 0:
+        return f"monitor={callback.monitor!r}"
+    if saves_by_time(callback):
+        return "train_time_interval=..."
+    return None
+
+
+def check_data(trainer: Any, state: DistributedState) -> None:
+    """Refuse loaders that give all cells the same samples, as far as can be seen; local, when training begins.
+
+    :param trainer: The Trainer, whose loaders are there.
+    :param state: The state of this rank.
+    :raises ConfigError: if there is one whose data was not dealt out to the cells; the text has the lines to write.
+    """
+    loaders = trainer.train_dataloader
+    if state.cells == 1 or loaders is None:  # with limit_train_batches=0
+        return
+    for loader in CombinedLoader(loaders).flattened:
+        if not _is_of_cell(loader):
+            raise ConfigError(
+                f"nothing deals the data of the {type(loader).__name__} out to the {state.cells} cells, so all of them "
+                "would train on the same samples; give DataLoader(cell_split(dataset), ...), with "
+                "xffl.integrations.lightning.cell_split, or xffl's CellLoader; where each cell has data of its own, "
+                "give FederatedRounds(data='own')"
+            )
+
+
+def _is_of_cell(loader: Any) -> bool:
+    if isinstance(loader, CellLoader | CellStream):
+        return True
+    samplers = (getattr(loader, name, None) for name in ("sampler", "batch_sampler"))
+    return any(isinstance(sampler, CellOrder) for sampler in samplers) or is_dealt_out(getattr(loader, "dataset", None))
 
 
 def check_loggers(trainer: Any, notes: CellNotes) -> None:

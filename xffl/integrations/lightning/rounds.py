@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.utilities import rank_zero_info
 
 from xffl.aggregation.algorithms.clients import Client
 from xffl.aggregation.algorithms.every_steps import Schedule
@@ -24,10 +25,14 @@ from xffl.integrations.checkpoints import CellCheckpoints, WholeCheckpoint
 from xffl.integrations.lightning.cell_rounds import CellRounds
 from xffl.integrations.lightning.lightning_files import LightningFiles
 from xffl.integrations.lightning.places import folder_in
-from xffl.integrations.lightning.refusals import check_loggers, check_trainer
-from xffl.integrations.weights import find_count
+from xffl.integrations.lightning.refusals import check_data, check_loggers, check_saves, check_trainer
+from xffl.integrations.weights import find_count, shifts_labels
 
 __all__ = ["FederatedRounds"]
+
+
+AUTO_REQUEUE = "hpc_ckpt_"
+"""How the names begin of checkpoints that Lightning saves when SLURM is about to end the job"""
 
 
 class Phase(Enum):
@@ -58,12 +63,15 @@ class FederatedRounds(Callback):  # type: ignore[misc]
     :param weight: What a cell's model counts in a round: the ``samples`` that it was trained on since the last one (the
         rows of a batch's first tensor), the ``tokens`` (labels other than -100, where a batch is a mapping with
         ``labels``), or a number for this cell.
+    :param data: ``split`` where :func:`cell_split <xffl.integrations.lightning.places.cell_split>` or a loader of
+        xffl's deals the samples out to the cells, without which training does not begin; ``own`` where each cell has
+        data of its own.
     :param delay: As for :class:`xffl.FederatedScaling`.
     :param alpha: As for :class:`xffl.FederatedScaling`.
     :param client: As for :class:`xffl.FederatedScaling`.
     :param aggregator: Keywords of the aggregator, such as ``{"codec": "int8"}``.
     :param resume: Whether training continues from the newest checkpoint that all cells have.
-    :raises ConfigError: if the weight is invalid.
+    :raises ConfigError: if the weight or ``data`` is invalid.
     """
 
     def __init__(
@@ -72,6 +80,7 @@ class FederatedRounds(Callback):  # type: ignore[misc]
         every: int | str | Mapping[str, Any] | Schedule | None = None,
         algorithm: str | Mapping[str, Any] | None = None,
         weight: Literal["samples", "tokens"] | float = "samples",
+        data: Literal["split", "own"] = "split",
         delay: int | None = None,
         alpha: float | None = None,
         client: str | Mapping[str, Any] | Client | None = None,
@@ -79,11 +88,14 @@ class FederatedRounds(Callback):  # type: ignore[misc]
         resume: bool = True,
     ) -> None:
         find_count(weight, 0)
+        if data not in ("split", "own"):
+            raise ConfigError(f"data is {data!r}; give 'split' or 'own'")
         self.state: DistributedState | None = None
         """Describes this rank's cell, from ``setup`` on."""
         self.resumed: WholeCheckpoint | None = None
         """The checkpoint that training goes on from."""
         self._weight = weight
+        self._data = data
         self._resume = resume
         self._options: dict[str, Any] = {
             "every": every,
@@ -100,6 +112,14 @@ class FederatedRounds(Callback):  # type: ignore[misc]
     def reports(self) -> list[RoundReport]:
         """The reports of this process's rounds."""
         return [] if self._rounds is None else self._rounds.reports
+
+    @property
+    def total_weight(self) -> float:
+        """Sum of the weights that all cells had in all rounds before the newest step.
+
+        It is the same in all cells that made the newest round.
+        """
+        return 0.0 if self._rounds is None else self._rounds.total_weight
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Find the cell, and the checkpoint to go on from: the process group is there, and nothing is loaded yet.
@@ -120,11 +140,14 @@ class FederatedRounds(Callback):  # type: ignore[misc]
         state = adopt()
         check_cells(state, "Lightning's Trainer")
         notes = open_notes(state, "lightning")
+        check_saves(trainer, state)
         check_loggers(trainer, notes)
         callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
         folders = [_take_folder(callback, trainer, state.cell) for callback in callbacks]
         files = LightningFiles(folders, trainer.strategy.remove_checkpoint)
         checkpoints = CellCheckpoints(files, state, notes)
+        if state.cell_rank == 0:
+            files.finish_removals()
         counted = self._weight if isinstance(self._weight, str) else "a number"
         self.resumed = checkpoints.agree(f"weight={counted}", starts_over=not self._resume)
         self.state = state
@@ -134,7 +157,7 @@ class FederatedRounds(Callback):  # type: ignore[misc]
             notes=notes,
             files=files,
             checkpoints=checkpoints,
-            count=find_count(self._weight, state.cell_rank),
+            count=find_count(self._weight, state.cell_rank, is_shifted=shifts_labels(pl_module)),
             options=self._options,
             resumed=self.resumed,
         )
@@ -148,17 +171,32 @@ class FederatedRounds(Callback):  # type: ignore[misc]
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin with one model in all cells: optimizers, wrappers and checkpoint are there."""
-        if self._rounds is not None:
-            self._phase = Phase.UNDER_WAY
-            self._rounds.begin()
+        if self._rounds is None or self.state is None:
+            return
+        if self._data == "split":
+            check_data(trainer, self.state)
+        self._phase = Phase.UNDER_WAY
+        self._rounds.begin()
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Count the batch."""
+        """Note the batch, which the module's hook of this name may still skip."""
         if self._rounds is not None:
-            self._rounds.count(batch)
+            self._rounds.note(batch)
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: torch.Tensor) -> None:
+        """Count the batch, unless ``training_step`` has skipped it."""
+        if self._rounds is not None:
+            self._rounds.count()
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        """Count the batch of a module that calls ``loss.backward`` itself."""
+        if self._rounds is not None and not pl_module.automatic_optimization:
+            self._rounds.count()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Log the newest round, in each step, so that it is there in those that Lightning writes."""
+        if self._rounds is not None:
+            self._rounds.note_total_weight()
         if self.reports:
             values = {name: torch.tensor(value, dtype=torch.float64) for name, value in self._newest_round().items()}
             self.log_dict(values, on_step=True, on_epoch=False)
@@ -196,6 +234,11 @@ class FederatedRounds(Callback):  # type: ignore[misc]
         def choose(given: Any) -> Any:
             if self._phase is not Phase.SET_UP:
                 return given
+            if given is not None and Path(given).name.startswith(AUTO_REQUEUE):
+                raise ConfigError(
+                    f"{given} was saved by Lightning's auto-requeue without rounds, and nothing continues from it; "
+                    "move it away"
+                )
             if given is not None:
                 raise ConfigError(
                     f"fit(ckpt_path={str(given)!r}): FederatedRounds continues from the newest checkpoint that all "
@@ -206,7 +249,10 @@ class FederatedRounds(Callback):  # type: ignore[misc]
         choose_checkpoint(trainer, choose)
 
     def _save_with_rounds(self, trainer: Any, rounds: CellRounds) -> None:
-        """Add the state of rounds to what is saved, and keep what other cells may need; weights alone have none."""
+        """Add the state of rounds to what is saved, and keep what other cells may need; weights alone have none.
+
+        Nothing is saved where SLURM is about to requeue the job.
+        """
         save_checkpoint = trainer.save_checkpoint
 
         @wraps(save_checkpoint)
@@ -214,7 +260,10 @@ class FederatedRounds(Callback):  # type: ignore[misc]
             def write() -> None:
                 save_checkpoint(filepath, weights_only, *args, **kwargs)
 
-            if weights_only or self._phase is not Phase.UNDER_WAY:
+            if Path(filepath).name.startswith(AUTO_REQUEUE):
+                # Lightning saves these in the handler of a signal, where a rank may be in the middle of a round.
+                rank_zero_info("FederatedRounds: the job continues from the newest checkpoint of ModelCheckpoint")
+            elif weights_only or self._phase is not Phase.UNDER_WAY:
                 rounds.save_without_rounds(Path(filepath), write)
             else:
                 rounds.save(Path(trainer.strategy.broadcast(str(filepath))), write)

@@ -15,7 +15,7 @@ from xffl.distributed.cell_notes import CellNotes
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import StateError
 from xffl.integrations.checkpoints import CellCheckpoints, WholeCheckpoint
-from xffl.integrations.first_model import take_model_of_first_cell, weights_put_aside
+from xffl.integrations.entering import enter_rounds
 from xffl.integrations.frozen import check_frozen
 from xffl.integrations.transformers.reference import check_reference
 from xffl.integrations.transformers.zero import take_engine
@@ -102,26 +102,17 @@ class TrainerRounds(TrainerCallback):  # type: ignore[misc]
             model, optimizer = take_engine(model)
         if self._notes is not None:
             check_frozen(model, self.state, self._notes, seeding="call transformers.set_seed")
-        if self.resumed is None and self.state.isolated is not None:
-            take_model_of_first_cell(model, self.state)
-        scaling = FederatedScaling(
+        scaling, _ = enter_rounds(
             model,
             optimizer,
             self.state,
-            weight=self._take_count,
-            on_round=self._note_round,
-            **self._options,
+            count=self._count,
+            on_round=self.reports.append,
+            options=self._options,
+            checkpoints=self._checkpoints,
+            resumed=self.resumed,
         )
-        if self.resumed is None or self._checkpoints is None:
-            scaling.__enter__()
-            self._scaling = scaling
-        else:
-            with weights_put_aside(model):
-                scaling.__enter__()
-                self._scaling = scaling
-            saved = self._checkpoints.load(self.resumed)
-            scaling.load_state_dict(saved["rounds"])
-            self._count.restart(float(saved["count"]))
+        self._scaling = scaling
         if self.resumed is not None and trainer_state.max_steps <= trainer_state.global_step:
             control.should_training_stop = True  # was killed behind its last step
         scaling.join()  # before the first batch, which Trainer reads before the optimizer steps
@@ -168,14 +159,6 @@ class TrainerRounds(TrainerCallback):  # type: ignore[misc]
         if scaling is not None:
             scaling.__exit__(None, None, None)
             self._log_rounds(control)
-
-    def _take_count(self) -> float:
-        count = self._count.counted()
-        self._count.restart(0.0)
-        return count
-
-    def _note_round(self, report: RoundReport) -> None:
-        self.reports.append(report)
 
     def _log_rounds(self, control: Any) -> None:
         """Write the rounds since the last call into Trainer's log, from which all of its loggers read.

@@ -249,6 +249,10 @@ class RoundCoordinator:
         """Whether all ranks had finished when they last opened a round."""
         self._number = number
 
+    def connect(self) -> None:
+        """Open the connections that votes need, and no other call has opened; collective over the ranks that vote."""
+        self._votes.connect(self._round_groups.world)
+
     def check(self) -> None:
         """Raise StateError where a vote was cut off; local."""
         if self._phase is RoundPhase.CUT_OFF:

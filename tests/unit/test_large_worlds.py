@@ -1,0 +1,84 @@
+"""How what ranks do grows with their number: xffl's own code, played for chosen ranks of large worlds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import pairwise
+from unittest import mock
+
+import pytest
+
+from tests.scale.play import play_rank, sampled_ranks
+from tests.scale.recorded import Play
+from xffl.cli.main import main
+from xffl.compat import gloo_connections
+from xffl.planning.startup import forecast_rank, forecast_startup, vote_of_rank
+from xffl.topology import Topology
+
+LIMIT = 24
+"""Ranks of the largest mesh here, so that worlds and cells of the smallest world are larger."""
+WORLDS = (64, 256, 1024)
+
+
+@pytest.fixture(scope="module")
+def played() -> Iterator[dict[int, list[Play]]]:
+    """Chosen ranks of worlds of two cells; what their counts are compared with is found with the same limit."""
+    with mock.patch.object(gloo_connections, "MESH_LIMIT", LIMIT):
+        plays = {}
+        for size in WORLDS:
+            topology = Topology(size, (size // 2,) * 2)
+            plays[size] = [play_rank(topology, rank) for rank in sampled_ranks(topology, 0)]
+        yield plays
+
+
+def grows_at_most(before: float, after: float, of: tuple[int, int], *, with_logarithm: bool) -> bool:
+    """Tell whether a count grows no faster than the number of ranks, or than that times its logarithm."""
+    smaller, larger = of
+    bound = larger / smaller * (math.log(larger) / math.log(smaller) if with_logarithm else 1)
+    return after <= 1.02 * bound * before
+
+
+@pytest.mark.parametrize("phase", ["start", "plan", "first round", "round", "end"])
+def test_what_a_rank_does_grows_with_the_ranks_at_most(played: dict[int, list[Play]], phase: str) -> None:
+    for name in ("messages", "message_bytes", "requests", "store_bytes"):
+        most = [max(getattr(play.phases[phase], name) for play in plays) for plays in played.values()]
+        for of, (before, after) in zip(pairwise(WORLDS), pairwise(most), strict=True):
+            assert grows_at_most(before, after, of, with_logarithm=True), (name, of, most)
+
+
+def test_connections_and_messages_of_rounds_grow_with_the_logarithm(played: dict[int, list[Play]]) -> None:
+    for name, phases in (("connections", ("start", "plan", "first round", "round")), ("messages", ("round",))):
+        most = [
+            max(sum(getattr(play.phases[one], name) for one in phases) for play in plays) for plays in played.values()
+        ]
+        assert most[2] - most[1] <= most[1] - most[0] + 2 < 20, (name, most)
+
+
+def test_the_store_of_rank_0_serves_requests_that_grow_with_the_logarithm(played: dict[int, list[Play]]) -> None:
+    # The number of requests of all is W times this; a mesh of W ranks would make it W * W.
+    each = [max(sum(counts.requests for counts in play.phases.values()) for play in plays) for plays in played.values()]
+    assert each[2] - each[1] <= each[1] - each[0] + 2 < 20, each
+
+
+def test_the_plan_forecasts_what_ranks_do(played: dict[int, list[Play]]) -> None:
+    with mock.patch.object(gloo_connections, "MESH_LIMIT", LIMIT):
+        for plays in played.values():
+            for play in plays:
+                start = forecast_rank(play.topology, play.rank)
+                opened = [play.phases[phase].connections for phase in ("start", "plan", "first round", "round")]
+                assert sum(opened) == start.connections, (play.topology, play.rank, opened)
+                vote = play.phases["round"].calls["vote"]
+                assert vote == 2 * vote_of_rank(play.topology, play.rank)[0]
+
+
+def test_no_connection_is_opened_by_a_round(played: dict[int, list[Play]]) -> None:
+    for plays in played.values():
+        assert not any(play.phases[phase].connections for play in plays for phase in ("first round", "round", "end"))
+
+
+def test_the_plan_prints_the_forecast(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--world", "4096", "--federated", "512", "--hsdp", "8", "--startup"]) == 0
+    lines = capsys.readouterr().out
+    assert "Start-up of 4096 ranks in 8 cells, over gloo:" in lines
+    assert f"{forecast_startup(Topology(4096, (512,) * 8, 8)).requests} requests" in lines
