@@ -312,6 +312,20 @@ def test_a_run_that_was_killed_goes_on_to_the_same_bits(tmp_path: Path) -> None:
             assert "epoch=0-step=12.ckpt.xffl" in kept
 
 
+def make_own_steps(seed: int) -> Any:
+    """Return a module that calls ``loss.backward`` itself, and torch's own optimizers with every other batch."""
+    module = make_module(seed, is_manual=True)
+
+    def step_with_every_other(batch: Any, batch_idx: int) -> None:
+        loss_of(module.layers, batch).backward()
+        for optimizer in module.optimizers(use_pl_optimizer=False) if batch_idx % 2 else ():
+            optimizer.step()
+            optimizer.zero_grad()
+
+    module.training_step = step_with_every_other
+    return module
+
+
 def be_manual(rank: int, world_size: int, port: int, folder: str) -> dict[str, Any]:
     """Be a rank of a script that steps three optimizers itself, and saves while a round is under way."""
     from lightning.pytorch.callbacks import ModelCheckpoint
@@ -344,11 +358,15 @@ def be_manual(rank: int, world_size: int, port: int, folder: str) -> dict[str, A
         together = make_trainer(folder, FederatedRounds(every=EVERY), logger=CSVLogger(folder, version=0), **options)
         with pytest.raises((xffl.ConfigError, xffl.LaunchError)) as refused:
             together.fit(make_module(isolated.cell, is_manual=True))
+        own = FederatedRounds(every=2)
+        options |= {"enable_checkpointing": False, "max_steps": -1, "limit_train_batches": 8, "max_epochs": 1}
+        make_trainer(folder, own, **options).fit(make_own_steps(isolated.cell))
         lines = Path(logger.log_dir, "metrics.csv").read_text().splitlines()
         column = lines[0].split(",").index("xffl/round")
         return {
             "weights": weights_of(module.layers),
             "counts": [report.weights for report in rounds.reports],
+            "accumulated": [report.weights for report in own.reports],
             "rounds": [line.split(",")[column] for line in lines[1:]],
             "kept": sorted(path.name for path in Path(saves.dirpath).glob("*.xffl")),
             "refused": str(refused.value),
@@ -376,6 +394,7 @@ def test_several_optimizers_logs_and_the_script_of_the_page(tmp_path: Path) -> N
     for trained in manual:
         assert differ(trained["weights"], manual[0]["weights"]) == 0.0
         assert trained["counts"] == [(EVERY * ROWS, EVERY * ROWS)] * 3
+        assert trained["accumulated"] == [(4 * ROWS, 4 * ROWS)] * 2
         assert trained["rounds"][-1] == "3.0" and "1.0" in trained["rounds"]
         assert trained["kept"] == ["epoch=0-step=15.ckpt.xffl", "epoch=0-step=30.ckpt.xffl", "last.ckpt.xffl"]
     assert "loggers of several cells write into" in manual[0]["refused"]

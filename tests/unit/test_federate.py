@@ -148,10 +148,14 @@ def test_models_that_shift_their_labels_are_known() -> None:
     bert = transformers.BertConfig(**small, num_attention_heads=1)
     t5 = transformers.T5Config(vocab_size=8, d_model=4, d_kv=4, d_ff=4, num_layers=1, num_heads=1)
     gpt2 = transformers.GPT2Config(vocab_size=8, n_embd=4, n_layer=1, n_head=1)
+    decoder = transformers.GPT2Config(vocab_size=8, n_embd=4, n_layer=1, n_head=1, add_cross_attention=True)
     with torch.device("meta"):
         causal = transformers.LlamaForCausalLM(llama), transformers.GPT2LMHeadModel(gpt2)
         others = (
             transformers.T5ForConditionalGeneration(t5),
+            transformers.EncoderDecoderModel(
+                encoder=transformers.BertModel(bert), decoder=transformers.GPT2LMHeadModel(decoder)
+            ),
             transformers.BertForMaskedLM(bert),
             transformers.BertForTokenClassification(bert),
             torch.nn.Linear(1, 1),

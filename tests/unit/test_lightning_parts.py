@@ -60,6 +60,7 @@ def test_what_would_part_the_cells_is_refused_by_name() -> None:
         ([{"monitor": "loss"}, {"save_weights_only": True}], "monitor='loss'"),
         ([{"monitor": "loss"}, {"every_n_train_steps": 10}], None),
         ([{"monitor": "loss", "save_top_k": -1}], None),
+        ([{"monitor": "step", "mode": "max", "save_top_k": 3}], None),
         ([{"monitor": "loss", "save_weights_only": True}], None),
         ([], None),
     ],

@@ -148,11 +148,12 @@ def shifts_labels(model: nn.Module) -> bool:
     :return: Whether it does so; not if there is no model of transformers.
     """
     for module in model.modules():  # from the outside: those within have losses of their own, which are not used
+        if getattr(getattr(module, "config", None), "is_encoder_decoder", False):
+            return False  # its decoder may be a causal model
         name = type(module).__name__
         loss = getattr(module, "loss_type", None)
         if isinstance(loss, str):
-            is_translator = getattr(getattr(module, "config", None), "is_encoder_decoder", False)
-            return loss in SHIFTING_LOSSES and not is_translator
+            return loss in SHIFTING_LOSSES
         if name.endswith("LMHeadModel"):  # as GPT2LMHeadModel: it names no loss, and has that of causal models
             return not name.endswith("WithLMHeadModel")
     return False

@@ -70,6 +70,9 @@ class CellRounds:
         check_frozen(model, self._state, self._notes, seeding="call lightning.seed_everything")
         for optimizer in self._trainer.optimizers:
             call_closure_first(optimizer)
+            if not self._trainer.lightning_module.automatic_optimization:
+                # Not Lightning's event, which torch's own optimizer does not cause. Before the rounds' own hooks.
+                optimizer.register_step_pre_hook(self._count_before_step)
         self._scaling, saved = enter_rounds(
             model,
             self._trainer.optimizers,
@@ -99,6 +102,10 @@ class CellRounds:
         """Note what all cells have trained on together; local."""
         if self._scaling is not None:
             self.total_weight = self._scaling.total_weight
+
+    def _count_before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Count the batch of a module that calls ``loss.backward`` itself."""
+        self.count()
 
     def finish(self) -> None:
         """Make the last rounds until all cells have finished, and hold the same model; collective over the job."""

@@ -22,6 +22,8 @@ from xffl.training.data.streams import CellStream
 __all__ = ["check_data", "check_loggers", "check_saves", "check_trainer"]
 
 _STRATEGIES = (DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy)
+_COUNTERS = ("epoch", "step", "global_step")
+"""What ``monitor`` names where the newest checkpoints are to stay: it is alike in all cells"""
 _REASONS = {
     callbacks.StochasticWeightAveraging: "it replaces a cell's model by an average of its own at the end",
     callbacks.WeightAveraging: "it replaces a cell's model by an average of its own after the last round",
@@ -106,7 +108,7 @@ def check_saves(trainer: Any, state: DistributedState) -> None:
 
 def _find_unlike(callback: callbacks.ModelCheckpoint) -> str | None:
     """Return the argument by which a callback saves after other steps in each cell, if there is one."""
-    if callback.monitor is not None and callback.save_top_k > 0:
+    if callback.monitor not in (None, *_COUNTERS) and callback.save_top_k > 0:
         return f"monitor={callback.monitor!r}"
     if saves_by_time(callback):
         return "train_time_interval=..."

@@ -188,14 +188,11 @@ class FederatedRounds(Callback):  # type: ignore[misc]
         if self._rounds is not None:
             self._rounds.count()
 
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        """Count the batch of a module that calls ``loss.backward`` itself."""
-        if self._rounds is not None and not pl_module.automatic_optimization:
-            self._rounds.count()
-
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Log the newest round, in each step, so that it is there in those that Lightning writes."""
         if self._rounds is not None:
+            if not pl_module.automatic_optimization:
+                self._rounds.count()  # a gradient was accumulated, without a step
             self._rounds.note_total_weight()
         if self.reports:
             values = {name: torch.tensor(value, dtype=torch.float64) for name, value in self._newest_round().items()}
