@@ -317,7 +317,7 @@ def make_own_steps(seed: int) -> Any:
     module = make_module(seed, is_manual=True)
 
     def step_with_every_other(batch: Any, batch_idx: int) -> None:
-        loss_of(module.layers, batch).backward()
+        loss_of(module.layers, batch).backward()  # type: ignore[no-untyped-call]
         for optimizer in module.optimizers(use_pl_optimizer=False) if batch_idx % 2 else ():
             optimizer.step()
             optimizer.zero_grad()
