@@ -23,6 +23,7 @@ from tests.rounds import aggregator_of
 from tests.worlds import WorldError, run_world
 from xffl.aggregation.engine import buffers as looks
 from xffl.aggregation.engine import cell, transport
+from xffl.aggregation.engine.compared_at_once import ComparisonAtOnce
 from xffl.aggregation.engine.decision.consensus import AgreedRound, RoundBroken, RoundInput
 from xffl.aggregation.engine.decision.elastic_votes import ElasticCoordinator, RoundInDoubt
 from xffl.aggregation.engine.groups import RoundScope
@@ -415,7 +416,9 @@ def compared_between_worlds(rank: int, world_size: int, differing: str, messages
     )
     groups: Groups = {"federation": (state.create_process_group((rank,), "cell"),), "replica": None}
     coordinate = partial(ElasticCoordinator, seal=lambda _: Seal.STANDS)
-    scope = RoundScope(state, state.topology, groups=groups, cross_world=group, coordinate=coordinate)
+    scope = RoundScope(
+        state, state.topology, groups=groups, cross_world=group, compare=ComparisonAtOnce, coordinate=coordinate
+    )
     if differing == "number" and rank == 1:
         state.activity.number_aggregator(lambda number: number + 5)
     model = nn.Linear(2 + (differing == "model" and rank == 1), 2, bias=False)

@@ -16,7 +16,7 @@ import pytest
 from tests.unit.test_allocation import THREE_LEVELS, UNEVEN
 from xffl.cli import execute
 from xffl.cli.main import COMMANDS, main
-from xffl.cluster.launch import runner, srun
+from xffl.cluster.launch import runner, srun, ssh
 from xffl.cluster.launch.failure import ExitCode, JobWatch, code_of_signal
 from xffl.cluster.launch.job_layout import JobLayout, LaunchOptions, check_started, fit_hosts, lay_out
 from xffl.cluster.launch.logs import MarkedLines, Message, RankFile, Stream, following, list_rank_files, mark, sizes_now
@@ -174,7 +174,7 @@ def test_cells_of_hosts_by_the_network(tmp_path: Path, monkeypatch: pytest.Monke
         found.append(([host.name for host in layout.hosts], layout.sizes))
         return 0
 
-    monkeypatch.setattr(execute, "launch_ssh", start)
+    monkeypatch.setattr(ssh, "launch_ssh", start)
     words = ["exec", "--hosts", "b1:1,a1:2,b2:1", "--federated"]
     assert main([*words, "4", __file__]) == main([*words, "hosts:^.", __file__]) == 0
     assert not (tmp_path / "asked").exists()

@@ -30,7 +30,10 @@ def choose_checkpoint(trainer: Any, choose: Callable[[Any], str | None]) -> None
 
 
 def saves_by_time(callback: Any) -> bool:
-    """Tell whether a ``ModelCheckpoint`` has a ``train_time_interval``, which Lightning 2.6 keeps to itself; local.
+    """Tell whether a ``ModelCheckpoint`` has a ``train_time_interval``; local.
+
+    Lightning 2.6 keeps it to itself:
+    https://github.com/Lightning-AI/pytorch-lightning/blob/2.6.0/src/lightning/pytorch/callbacks/model_checkpoint.py.
 
     :param callback: The callback.
     :return: Whether it has one.

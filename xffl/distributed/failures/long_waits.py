@@ -44,9 +44,9 @@ class LongWait:
         absent, more = "", ""
         if self._notes is not None:
             with suppress(RuntimeError):
-                if not self._notes.become_speaker(self._own):
+                if not self._notes.become_speaker():
                     return
-                if (others := self._notes.count() - 1) > 0:
+                if (others := self._notes.count_alike()) > 0:
                     more = f" (and {others} more)"
             absent = self._describe_absent(self._notes)
         rank = self._group.first + self._group.rank() if isinstance(self._group, CrossWorldGroup) else dist.get_rank()

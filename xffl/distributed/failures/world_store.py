@@ -62,7 +62,8 @@ class WaitingNotes:
 
     def __init__(self, group: Group | None) -> None:
         self._store: Store
-        self._spoken: str | None = None  # the key of the wait of which this rank has told
+        self._written: WaitingNote | None = None
+        self._is_speaker = False
         if isinstance(group, CrossWorldGroup):
             self._store = group.store
             self._own = group.rank()
@@ -79,29 +80,29 @@ class WaitingNotes:
     def write(self, note: WaitingNote) -> None:
         """Note that this rank waits."""
         self._store.set(self._key(self._own), json.dumps([note.call, note.where]))
-        self._store.add(self._key("count"), 1)
+        self._written = note
+        self._store.add(self._key_of("count", note), 1)
 
     def remove(self) -> None:
         """Note that this rank waits no more."""
         self._store.delete_key(self._key(self._own))
-        self._store.add(self._key("count"), -1)
-        if self._spoken is not None:
-            self._store.delete_key(self._spoken)
+        if self._written is not None:
+            self._store.add(self._key_of("count", self._written), -1)
+            if self._is_speaker:
+                self._store.delete_key(self._key_of("told", self._written))
 
-    def become_speaker(self, note: WaitingNote) -> bool:
-        """Tell whether this rank is the first to tell of a wait in this call, at this line; it does so for all.
+    def become_speaker(self) -> bool:
+        """Tell whether this rank is the first to tell of its wait; it does so for all that wait in the same call.
 
         The next wait there is told of again once this rank waits no more.
         """
-        key = self._key(f"told/{note.call}{note.where}")
-        if self._store.add(key, 1) > 1:
-            return False
-        self._spoken = key
-        return True
+        if self._written is not None:
+            self._is_speaker = self._store.add(self._key_of("told", self._written), 1) == 1
+        return self._is_speaker
 
-    def count(self) -> int:
-        """Return how many ranks wait, in whatever call."""
-        return self._store.add(self._key("count"), 0)
+    def count_alike(self) -> int:
+        """Return how many other ranks wait in the same call, at the same line."""
+        return 0 if self._written is None else self._store.add(self._key_of("count", self._written), 0) - 1
 
     def read(self, most: int) -> dict[int, WaitingNote | None]:
         """Return the note of each of the first other ranks, with ``None`` for one that does not wait."""
@@ -117,3 +118,6 @@ class WaitingNotes:
 
     def _key(self, name: int | str) -> str:
         return f"xffl_waits/{self._name}/{name}"
+
+    def _key_of(self, what: str, note: WaitingNote) -> str:
+        return self._key(f"{what}/{note.call}{note.where}")
