@@ -186,6 +186,15 @@ def test_what_a_rank_itself_prints_again_is_shown() -> None:
     assert out.getvalue() == b"---\na\n---\n[2 other ranks, 3 times] ---\n---\n"
 
 
+def test_ranks_of_one_number_in_several_elastic_cells_are_several() -> None:
+    out = io.BytesIO()
+    lines = ManyRanks(out, lambda: 0.0)
+    for cell in range(80):
+        lines.write(0, b"[cell %d rank 0] " % cell, b"the same\n")
+    lines.end()
+    assert out.getvalue() == b"[cell 0 rank 0] the same\n[79 other ranks] the same\n"
+
+
 def test_logs_of_very_many_ranks_have_folders_of_256(tmp_path: Path) -> None:
     for rank in range(700):
         file = RankFile.of_job(rank, rank // 350, tmp_path, 700)

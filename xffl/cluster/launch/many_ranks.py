@@ -19,15 +19,17 @@ _DIFFERS = re.compile(
     rb"\brank[ :_=]?[0-9]+|\b[IWEF][0-9]{4} |\b[0-9]{4}-[0-9]{2}-[0-9]{2}\b|\b[0-9]{2}:[0-9]{2}:[0-9]{2}(?:[.,][0-9]+)?"
 )
 
+_Rank = tuple[bytes, int]  # with what stands before its lines: in an elastic run each cell has a rank 0
+
 
 @dataclass
 class _Repeated:
     """A line that was shown, and who has printed it since."""
 
     began: float
-    rank: int | None
+    rank: _Rank | None
     text: bytes
-    ranks: set[int] = field(default_factory=set)  # others
+    ranks: set[_Rank] = field(default_factory=set)  # others
     times: int = 0
 
 
@@ -48,7 +50,7 @@ class ManyRanks:
         self._credit = float(_BURST_BYTES)
         self._credited = clock()
         self._left_out = 0
-        self._left_out_of: set[int] = set()
+        self._left_out_of: set[_Rank] = set()
 
     def write(self, rank: int | None, prefix: bytes, line: bytes) -> None:
         """Take a line of a rank, if it is known whose it is, with what is to stand before it."""
@@ -56,20 +58,21 @@ class ManyRanks:
         self.tell(now)
         key = _DIFFERS.sub(b"", line.rstrip(b"\r\n"))
         before = self._recent.get(key)
+        whose = None if rank is None else (prefix, rank)
         # What the rank itself prints again, such as the lines of a table, is shown again.
-        if before is not None and (rank is None or rank != before.rank):
+        if before is not None and (whose is None or whose != before.rank):
             before.times += 1
-            if rank is not None:
-                before.ranks.add(rank)
+            if whose is not None:
+                before.ranks.add(whose)
             return
         if not self._take(len(prefix) + len(line), now):
             self._left_out += 1
-            if rank is not None:
-                self._left_out_of.add(rank)
+            if whose is not None:
+                self._left_out_of.add(whose)
             return
         self._say_left_out()
         if before is None and len(self._recent) < _MOST_LINES:
-            self._recent[key] = _Repeated(now, rank, line.rstrip(b"\r\n"))
+            self._recent[key] = _Repeated(now, whose, line.rstrip(b"\r\n"))
         self._out.write(prefix + line)
 
     def tell(self, now: float | None = None) -> None:
