@@ -449,7 +449,7 @@ class FederatedScaling:
         elif needs_following(self._config.optimizers):
             observers.append(MomentumSteps(self._ledger.normalized_steps))
             self._effort_of_step = self._ledger.normalized_steps.of_step
-        if self._tells_copies and not are_plain(self._config.optimizers):
+        if self._tells_copies:
             tell_swaps(self._config.optimizers)
             self._copy_watch = CopyWatch()
             observers.append(self._copy_watch)

@@ -12,7 +12,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam, RMSp
 __all__ = ["StepObserver", "are_plain", "may_be_wrapped", "needs_following"]
 
 PLAIN = frozenset({SGD, Adagrad, Adam, AdamW, NAdam, RAdam, RMSprop})
-"""Optimizers of torch whose step makes no other one's, and that keep no second copy of the weights."""
+"""Optimizers of torch whose step makes no step of another one."""
 
 
 class StepObserver:
