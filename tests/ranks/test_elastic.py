@@ -330,7 +330,6 @@ def test_of_two_cells_one_goes_on_where_the_other_is_killed(lighthouse: str, pha
         assert sum(weights[0] for weights in one.weights.values()) == one.steps * 2
 
 
-@pytest.mark.long
 def test_two_cells_agree_on_the_mean_where_values_of_one_are_huge(lighthouse: str) -> None:
     check_alike(run(lighthouse, (2, 1), biases={0: 1.0 / 3, 1: -3e38}))
 

@@ -524,14 +524,25 @@ def wait_for(path: Path) -> None:
         time.sleep(0.05)
 
 
+def is_at_end(gave: list[int], folder: str, *, is_back: bool) -> bool:
+    """Wait for the other cell where this one has gone on alone; tell whether both have given steps since it is back.
+
+    :param gave: How many cells gave steps to each round of this process.
+    :param folder: Where the test and the cells tell each other.
+    :param is_back: Whether this is the cell that was killed, in its second life.
+    """
+    if gave.count(1) == LONE_ROUNDS:
+        Path(folder, "is_alone").touch()
+        wait_for(Path(folder, "came_back"))
+    since = 0 if is_back else gave.index(1) if 1 in gave else len(gave)
+    return gave[since:].count(2) == LAST_ROUNDS
+
+
 def be_elastic(cell: int, port: int, url: str, folder: str, *, is_back: bool) -> tuple[Weights, float, list[int], bool]:
     """Be a cell of one rank, and a job of its own; cell 1 dies in its first life."""
     from transformers import TrainerCallback
 
     from xffl.integrations.transformers import federate
-
-    is_alone = Path(folder, "is_alone")
-    came_back = Path(folder, "came_back")
 
     class Course(TrainerCallback):  # type: ignore[misc]
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -540,11 +551,7 @@ def be_elastic(cell: int, port: int, url: str, folder: str, *, is_back: bool) ->
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             gave = [sum(weight > 0 for weight in report.weights) for report in rounds.reports]
-            if gave.count(1) == LONE_ROUNDS:
-                is_alone.touch()
-                wait_for(came_back)
-            since = 0 if is_back else gave.index(1) if 1 in gave else len(gave)
-            if gave[since:].count(2) == LAST_ROUNDS:
+            if is_at_end(gave, folder, is_back=is_back):
                 control.should_training_stop = True
 
     be_launched(0, 1, port)
@@ -555,7 +562,7 @@ def be_elastic(cell: int, port: int, url: str, folder: str, *, is_back: bool) ->
     trainer.add_callback(Course())
     await_cells(2, folder)
     if is_back:
-        came_back.touch()
+        Path(folder, "came_back").touch()
     trainer.train()
     cells = [line["xffl/cells"] for line in trainer.state.log_history if "xffl/cells" in line]
     return weights_of(trainer.model), rounds.total_weight, cells, rounds.resumed is not None

@@ -19,14 +19,12 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import xffl
 from tests.ranks.test_elastic_trainer import lighthouse  # noqa: F401
 from tests.ranks.test_federate import (
-    LAST_ROUNDS,
-    LONE_ROUNDS,
     Death,
     check_that_it_came_back,
     differ,
+    is_at_end,
     kill_at,
     run_job,
-    wait_for,
     weights_of,
 )
 from tests.ranks.test_pages import scripts_of
@@ -407,8 +405,6 @@ def be_elastic(cell: int, port: int, url: str, folder: str, *, is_back: bool) ->
 
     from xffl.integrations.lightning import FederatedRounds
 
-    is_alone = Path(folder, "is_alone")
-    came_back = Path(folder, "came_back")
     rounds = FederatedRounds(every=3)
 
     def count_cells() -> list[int]:
@@ -423,12 +419,7 @@ def be_elastic(cell: int, port: int, url: str, folder: str, *, is_back: bool) ->
                 trainer._signal_connector._slurm_sigusr_handler_fn(signal.SIGUSR1, None)
 
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            gave = count_cells()
-            if gave.count(1) == LONE_ROUNDS:
-                is_alone.touch()
-                wait_for(came_back)
-            since = 0 if is_back else gave.index(1) if 1 in gave else len(gave)
-            if gave[since:].count(2) == LAST_ROUNDS:
+            if is_at_end(count_cells(), folder, is_back=is_back):
                 trainer.should_stop = True
 
     be_launched(0, 1, port)
@@ -443,7 +434,7 @@ def be_elastic(cell: int, port: int, url: str, folder: str, *, is_back: bool) ->
     trainer = make_trainer(f"{folder}/runs_{cell}", rounds, Course(), saves, max_steps=10**4, **options)
     module = make_module(cell)
     if is_back:
-        came_back.touch()
+        Path(folder, "came_back").touch()
     trainer.fit(module)
     return weights_of(module.layers), rounds.total_weight, count_cells(), rounds.resumed is not None
 

@@ -18,7 +18,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from tests.decoder import Decoder
 from tests.rounds import aggregator_of
-from tests.rows import some_of
 from tests.worlds import run_world
 from xffl.aggregation.algorithms.server_rules import Adaptive
 from xffl.distributed.distributed_state import DistributedState
@@ -283,7 +282,7 @@ def check_bytes(before: list[Full], sent: int, cells: list[int]) -> None:
         assert crossed == expected, (cell, crossed, expected)
 
 
-@pytest.mark.parametrize("sizes, shape", some_of(LAYOUTS, LAYOUTS[1], LAYOUTS[5], LAYOUTS[6]), ids=str)
+@pytest.mark.parametrize("sizes, shape", LAYOUTS, ids=str)
 def test_rounds_are_the_dense_mean(sizes: tuple[int, ...], shape: Shape) -> None:
     is_full = shape.get("dp_shard") == shape.get("tp") == 2
     run_world(sum(sizes), means, sizes, shape, OPTIONS if is_full else OPTIONS[:2])
