@@ -29,9 +29,9 @@ from xffl.aggregation.engine.decision.elastic_votes import ElasticCoordinator, R
 from xffl.aggregation.engine.groups import RoundScope
 from xffl.aggregation.engine.votes import MOST_NUMBERS, MergeMode, RoundStatus, Seal, VotePhase, VoteTree
 from xffl.cluster.network import Timeouts
-from xffl.distributed.cross_world import CrossWorldGroup
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import Groups
+from xffl.distributed.several_worlds.cross_world import CrossWorldGroup
 from xffl.topology import Topology
 
 

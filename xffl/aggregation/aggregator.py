@@ -58,7 +58,7 @@ from xffl.aggregation.options import DEFAULT_BUCKET_BYTES, Options, check_merge,
 from xffl.aggregation.pending import Background, PendingRound
 from xffl.aggregation.privacy import Accountant, Privacy, SecureSum
 from xffl.aggregation.report import RoundProfile, RoundReport
-from xffl.distributed.consistency import barrier
+from xffl.distributed.agreement.consistency import barrier
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import destroy_group
 from xffl.errors import ConfigError, RoundError, StateError, TornError, XfflError

@@ -20,10 +20,10 @@ from xffl.aggregation.options import REMOVED, check_merge, refuse_removed
 from xffl.aggregation.steps.step_observers import are_plain
 from xffl.aggregation.steps.wrapped_optimizers import unwrap
 from xffl.checks import integer, one_of
-from xffl.distributed.sharding import sharded_parameters
+from xffl.distributed.values.sharding import sharded_parameters
 from xffl.errors import ConfigError
 from xffl.naming import Writer
-from xffl.parallel.zero_mark import is_cut
+from xffl.parallel.zero.mark import is_cut
 
 __all__ = [
     "RoundArguments",

@@ -22,8 +22,8 @@ from xffl.aggregation.arithmetic import divide, flushes_subnormals, is_built_in,
 from xffl.aggregation.compression import Codec
 from xffl.aggregation.engine.feature_arithmetic import run_features
 from xffl.aggregation.engine.rank_differences import describe_arithmetic
+from xffl.distributed.agreement.consistency import check_consistent, control_device, processor_of
 from xffl.distributed.collectives import Group, all_gather_json
-from xffl.distributed.consistency import check_consistent, control_device, processor_of
 from xffl.errors import ConfigError, XfflError
 
 __all__ = [

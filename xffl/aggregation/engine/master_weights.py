@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from xffl.parallel.zero_view import Masters
+    from xffl.parallel.zero.view import Masters
 
 __all__ = ["MasterWeights"]
 

@@ -49,13 +49,13 @@ from xffl.aggregation.engine.transport import Link
 from xffl.aggregation.options import Options
 from xffl.aggregation.privacy import make_masker
 from xffl.costs import EXCHANGE_FORMAT
-from xffl.distributed.collectives import Group, all_reduce
-from xffl.distributed.consistency import (
+from xffl.distributed.agreement.consistency import (
     check_consistent,
     control_device,
     keep_error,
     run_on_all_ranks,
 )
+from xffl.distributed.collectives import Group, all_reduce
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import ConfigError, XfflError
 from xffl.topology import Topology

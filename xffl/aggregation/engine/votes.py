@@ -17,7 +17,7 @@ from xffl.aggregation.engine.transport import Move, Progress, start_moves
 from xffl.compat.gloo_connections import is_lazy
 from xffl.costs import STATUS_BYTES
 from xffl.distributed.collectives import Group, group_size
-from xffl.distributed.cross_world import CrossWorldGroup
+from xffl.distributed.several_worlds.cross_world import CrossWorldGroup
 from xffl.topology import Topology
 
 __all__ = ["MOST_NUMBERS", "PACKED", "MergeMode", "RoundStatus", "Seal", "VotePhase", "VoteTree", "by_cell", "swap"]

@@ -9,11 +9,11 @@ from typing import Protocol
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from xffl.parallel.zero_mark import find_masters
+from xffl.parallel.zero.mark import find_masters
 
 __all__ = ["GatheredCopies", "WeightKeeper", "may_be_cut", "read_weights"]
 
-ENGINES = frozenset({"deepspeed", "xffl.parallel.deepspeed"})
+ENGINES = frozenset({"deepspeed", "xffl.parallel.zero.deepspeed"})
 """Modules that are loaded wherever a model's weights may be those of an engine, which keeps masters beside them."""
 
 

@@ -35,8 +35,8 @@ from xffl.aggregation.pending import PendingRound
 from xffl.aggregation.report import ElasticRoundReport, RoundReport
 from xffl.checks import shorten
 from xffl.compat.pytorch import is_out_of_memory
+from xffl.distributed.agreement.consistency import check_consistent, run_on_all_ranks
 from xffl.distributed.collectives import all_gather_json
-from xffl.distributed.consistency import check_consistent, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.failures.faults import inject, start_round
 from xffl.elastic.federation import ElasticFederation, RoundEnd

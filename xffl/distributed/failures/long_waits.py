@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from xffl.callers import find_caller
 from xffl.distributed.collectives import Group
-from xffl.distributed.cross_world import CrossWorldGroup
 from xffl.distributed.failures.world_store import WaitingNote, WaitingNotes
+from xffl.distributed.several_worlds.cross_world import CrossWorldGroup
 from xffl.topology import ranks_text
 
 __all__ = ["LongWait"]

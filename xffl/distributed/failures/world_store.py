@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from xffl.distributed.collectives import Group
-from xffl.distributed.cross_world import CrossWorldGroup
+from xffl.distributed.several_worlds.cross_world import CrossWorldGroup
 from xffl.errors import LaunchError
 
 __all__ = ["WaitingNote", "WaitingNotes", "clone_store"]

@@ -32,13 +32,13 @@ from xffl.cluster.launch.launch import held_port
 from xffl.cluster.network import LOOPBACK, control_address, use_interface
 from xffl.cluster.recognition.launchers import torchrun_variables
 from xffl.cluster.sizes import Federation, read_federation
-from xffl.distributed.cell_world import CellWorld
-from xffl.distributed.consistency import run_on_all_ranks
+from xffl.distributed.agreement.consistency import run_on_all_ranks
 from xffl.distributed.distributed_state import DEFAULT_TIMEOUT_S, DistributedState, set_cell_world
 from xffl.distributed.failures.uncaught import tell_once
-from xffl.distributed.isolated_cell import IsolatedCell, read_isolated_cell
-from xffl.distributed.job_ranks import join_job
 from xffl.distributed.session import check_timeout
+from xffl.distributed.several_worlds.cell_world import CellWorld
+from xffl.distributed.several_worlds.isolated_cell import IsolatedCell, read_isolated_cell
+from xffl.distributed.several_worlds.job_ranks import join_job
 from xffl.distributed.startup.joining import join_store
 from xffl.distributed.startup.meeting import (
     agree_on_store,

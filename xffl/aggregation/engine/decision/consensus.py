@@ -25,8 +25,8 @@ from xffl.aggregation.engine.votes import RoundStatus, VotePhase, VoteTree, by_c
 from xffl.aggregation.options import Options
 from xffl.aggregation.report import RoundProfile, RoundReport
 from xffl.checks import number
+from xffl.distributed.agreement.consistency import check_consistent, control_device
 from xffl.distributed.collectives import all_gather_json
-from xffl.distributed.consistency import check_consistent, control_device
 from xffl.distributed.failures.waits import NamedWait
 from xffl.errors import ConfigError, RoundError, StateError, TornError, XfflError
 from xffl.topology import Topology

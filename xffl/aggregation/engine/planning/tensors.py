@@ -21,9 +21,9 @@ from xffl.aggregation.engine.planning.mesh_cut import MeshCut
 from xffl.aggregation.engine.planning.plan import Cut, Item
 from xffl.checks import one_of, shorten
 from xffl.compat.ddp import parameters_at_start
+from xffl.distributed.agreement.consistency import control_device
 from xffl.distributed.collectives import Group, all_gather_json
-from xffl.distributed.consistency import control_device
-from xffl.distributed.sharding import local_tensor, reshard
+from xffl.distributed.values.sharding import local_tensor, reshard
 from xffl.errors import ConfigError
 from xffl.topology import Coordinates, Topology
 

@@ -27,7 +27,7 @@ from xffl.aggregation.engine.stages.stage import RoundStage
 from xffl.aggregation.engine.stages.unequal_replicas import UnequalReplicas
 from xffl.aggregation.engine.votes import RoundStatus
 from xffl.checks import group as group_pairs
-from xffl.distributed.consistency import control_device
+from xffl.distributed.agreement.consistency import control_device
 
 __all__ = ["FirstRound", "ValueDigest"]
 
