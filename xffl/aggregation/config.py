@@ -14,7 +14,7 @@ from xffl.aggregation.aggregator import Aggregator
 from xffl.aggregation.algorithms import registry
 from xffl.aggregation.algorithms.clients import Client, set_up
 from xffl.aggregation.algorithms.every_steps import EverySteps, Schedule, schedule_of
-from xffl.aggregation.engine.weight_keepers import may_be_cut
+from xffl.aggregation.engine.weights.weight_keepers import may_be_cut
 from xffl.aggregation.federations.hierarchical import Levels, read_levels
 from xffl.aggregation.options import REMOVED, check_merge, refuse_removed
 from xffl.aggregation.steps.step_observers import are_plain

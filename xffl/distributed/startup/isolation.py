@@ -3,7 +3,7 @@
 Frameworks take torch.distributed's default group for their data parallelism, and make it as the environment says. So
 its variables are rewritten before anything reads them: rank, size and rendezvous become those of the cell. What all
 cells still share is one store, at which the ranks of a round find each other
-(:mod:`xffl.aggregation.engine.isolated_scope`).
+(:mod:`xffl.aggregation.engine.several_worlds.isolated_scope`).
 """
 
 from __future__ import annotations

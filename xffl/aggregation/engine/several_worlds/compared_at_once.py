@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
 
-from xffl.aggregation.engine.arithmetic_check import Arithmetic, read_arithmetic
+from xffl.aggregation.engine.alike.arithmetic_check import Arithmetic, read_arithmetic
 from xffl.aggregation.engine.planning.tensors import Axis
 from xffl.aggregation.engine.setup import ComparedModels, Comparison, RankModel, arithmetic_of, plan_items
 from xffl.distributed.agreement.consistency import compare_hashes, hash_of

@@ -67,7 +67,7 @@ def read_weights(model: nn.Module) -> tuple[nn.Module, tuple[WeightKeeper, ...]]
     masters = find_masters(model) if may_be_cut() else None
     if masters is None:
         return model, tuple(keepers)
-    from xffl.aggregation.engine.master_weights import MasterWeights
+    from xffl.aggregation.engine.weights.master_weights import MasterWeights
 
     keepers.append(MasterWeights(masters))
     return masters.view, tuple(keepers)

@@ -13,7 +13,7 @@ __all__ = ["MasterWeights"]
 
 
 class MasterWeights:
-    """A :class:`~xffl.aggregation.engine.weight_keepers.WeightKeeper` that reads ZeRO's master weights and writes them.
+    """A :class:`~.weight_keepers.WeightKeeper` that reads ZeRO's master weights and writes them.
 
     It reads them when it is made, too, which is collective over the cell.
     """
