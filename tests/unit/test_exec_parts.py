@@ -14,7 +14,6 @@ from unittest import mock
 import pytest
 
 from tests.unit.test_allocation import THREE_LEVELS, UNEVEN
-from xffl.cli import execute
 from xffl.cli.main import COMMANDS, main
 from xffl.cluster.launch import runner, srun, ssh
 from xffl.cluster.launch.failure import ExitCode, JobWatch, code_of_signal
@@ -26,6 +25,7 @@ from xffl.cluster.launch.ssh import shared_environment, ssh_command
 from xffl.cluster.recognition.launchers import LAUNCHERS
 from xffl.cluster.slurm.allocation import Allocation, Host, find_allocation
 from xffl.errors import ConfigError, LaunchError, TopologyError
+from xffl.jobs import ranks
 
 ROOT = Path(__file__).parents[2]
 HOSTS = (Host("b1", 2, address="10.0.0.2"), Host("a1", 1))
@@ -81,7 +81,7 @@ def test_a_run_that_has_failed_tells_from_where_it_continues(
     (tmp_path / "config.yaml").write_text(
         "trainer: tests.tasks.TaskTrainer\nexperiment: {output_dir: run}\nlaunch: {processes: 1}\n"
     )
-    monkeypatch.setattr(execute, "_start", lambda *args, **more: ExitCode.FAILED)
+    monkeypatch.setattr(ranks, "launch_local", lambda *args: ExitCode.FAILED)
     monkeypatch.setattr("xffl.checkpoint.manager.find_latest_checkpoint", lambda folder: found)
     assert main(["exec", str(tmp_path / "config.yaml")]) == ExitCode.FAILED
     told = capsys.readouterr().err
