@@ -4,7 +4,8 @@
 
 ``<`` becomes ``>=``, ``==`` becomes ``!=``, ``in`` becomes ``not in``, and so on: each comparison of a module once, in
 a copy of the tree. The files of tests that name the module run on it, the quickest first, until one fails; how long
-they take is measured before, on the copy as it is, and those that do not fit into ``--limit`` seconds together are left out.
+they take is measured before, on the copy as it is, and those that do not fit into ``--limit`` seconds together are left
+out.
 A mutant with which the tests do not end in that time and half of it again has made something wait for ever: it counts
 as found.
 
