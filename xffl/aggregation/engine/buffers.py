@@ -20,7 +20,7 @@ from xffl.aggregation.engine.planning.plan import Item
 from xffl.aggregation.engine.planning.tensors import Axis, ModelTensor, canonical_axis
 from xffl.aggregation.engine.planning.transfers import Bucket, Piece
 from xffl.compat.pytorch import memory_of
-from xffl.distributed.sharding import local_tensor
+from xffl.distributed.values.sharding import local_tensor
 from xffl.errors import ConfigError
 from xffl.topology import Coordinates
 
