@@ -68,6 +68,11 @@ def parts(seeds: int) -> tuple[Part, ...]:
             commands=((python, "-m", "pytest", "-q", "-m", "long", "-n", "2", "tests/unit", "tests/ranks"),),
         ),
         Part(
+            name="mutants",
+            what="each comparison of the modules that decide is flipped once, and a test has to notice",
+            commands=((python, "-m", "tests.mutants"),),
+        ),
+        Part(
             name="draws",
             what="rounds of random options against numpy",
             commands=((python, "-m", "tests.chaos.draws", "--draws", "2000"),),

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from xffl.distributed.cell_notes import LoneNotes
+from xffl.distributed.several_worlds.cell_notes import LoneNotes
 from xffl.errors import ConfigError
 from xffl.integrations.checkpoints import CellCheckpoints
 from xffl.integrations.dealing import deal_out, is_dealt_out

@@ -17,9 +17,9 @@ from typing import Any, Protocol
 import torch
 
 from xffl.checkpoint.torch_files import load_archive
-from xffl.distributed.cell_notes import CellNotes
-from xffl.distributed.consistency import gather_objects, run_on_all_ranks
+from xffl.distributed.agreement.consistency import gather_objects, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
+from xffl.distributed.several_worlds.cell_notes import CellNotes
 from xffl.errors import CheckpointError, ConfigError
 from xffl.files import make_folders, open_regular, read_fields, remove_file, sync, write_whole, written_whole
 from xffl.topology import cells_text

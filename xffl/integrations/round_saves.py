@@ -9,9 +9,9 @@ find the request behind that round, and save there.
 from __future__ import annotations
 
 from xffl.aggregation.federated_scaling import FederatedScaling
-from xffl.distributed.cell_notes import CellNotes
-from xffl.distributed.consistency import gather_objects
+from xffl.distributed.agreement.consistency import gather_objects
 from xffl.distributed.distributed_state import DistributedState
+from xffl.distributed.several_worlds.cell_notes import CellNotes
 
 __all__ = ["RoundSaves"]
 

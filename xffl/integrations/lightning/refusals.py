@@ -11,8 +11,8 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Sin
 from lightning.pytorch.utilities import CombinedLoader
 
 from xffl.compat.lightning import saves_by_time
-from xffl.distributed.cell_notes import CellNotes
 from xffl.distributed.distributed_state import DistributedState
+from xffl.distributed.several_worlds.cell_notes import CellNotes
 from xffl.errors import ConfigError
 from xffl.integrations.dealing import is_dealt_out
 from xffl.training.data.loaders import CellLoader

@@ -17,8 +17,8 @@ from xffl.aggregation.algorithms.every_steps import Schedule
 from xffl.aggregation.report import RoundReport
 from xffl.compat.lightning import choose_checkpoint
 from xffl.distributed.adoption import adopt
-from xffl.distributed.cell_notes import open_notes
 from xffl.distributed.distributed_state import DistributedState
+from xffl.distributed.several_worlds.cell_notes import open_notes
 from xffl.errors import ConfigError, StateError
 from xffl.integrations.cells import check_cells
 from xffl.integrations.checkpoints import CellCheckpoints, WholeCheckpoint

@@ -15,8 +15,8 @@ from xffl.aggregation.federated_scaling import FederatedScaling
 from xffl.aggregation.report import RoundReport
 from xffl.aggregation.rounds.hooks import LoopHooks
 from xffl.compat.transformers import save_checkpoint
-from xffl.distributed.cell_notes import CellNotes
 from xffl.distributed.distributed_state import DistributedState
+from xffl.distributed.several_worlds.cell_notes import CellNotes
 from xffl.errors import StateError
 from xffl.integrations.checkpoints import CellCheckpoints, WholeCheckpoint
 from xffl.integrations.entering import enter_rounds

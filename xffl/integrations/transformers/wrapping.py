@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from xffl.aggregation.algorithms.clients import Client
 from xffl.aggregation.algorithms.every_steps import Schedule
 from xffl.distributed.adoption import adopt
-from xffl.distributed.cell_notes import open_notes
+from xffl.distributed.several_worlds.cell_notes import open_notes
 from xffl.errors import ConfigError, StateError
 from xffl.extras import optional_import
 from xffl.integrations.cells import check_cells

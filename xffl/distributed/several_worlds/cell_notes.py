@@ -7,8 +7,8 @@ from typing import Protocol
 from torch.distributed import DistNetworkError, DistStoreError
 
 from xffl.distributed.distributed_state import DistributedState
-from xffl.distributed.isolated_cell import IsolatedCell
-from xffl.distributed.job_ranks import connect_job_store
+from xffl.distributed.several_worlds.isolated_cell import IsolatedCell
+from xffl.distributed.several_worlds.job_ranks import connect_job_store
 from xffl.errors import LaunchError
 
 __all__ = ["CellNotes", "open_notes"]
