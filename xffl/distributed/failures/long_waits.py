@@ -63,7 +63,10 @@ class LongWait:
         if self._notes is None:
             return ""
         if is_given_up:
-            return self._describe_absent(self._notes)
+            absent = self._describe_absent(self._notes)
+            with suppress(RuntimeError):
+                self._notes.leave_call()
+            return absent
         with suppress(RuntimeError):
             self._notes.remove()
         return ""
