@@ -371,7 +371,7 @@ class ElasticAggregator:
             if self._is_newcomer(epoch):
                 raise
             raise RoundBroken(str(error)) from error
-        aggregator.resume_at(epoch.base_round)
+        aggregator.resume_at(epoch.base_round, brings_up=bool(epoch.behind))
         return aggregator
 
     def _is_newcomer(self, epoch: Epoch) -> bool:
