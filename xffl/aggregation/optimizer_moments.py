@@ -20,7 +20,7 @@ from xffl.aggregation.algorithms.moments import Moments, moments_of
 from xffl.aggregation.engine.planning.tensors import NUMBERS, ModelTensor
 from xffl.aggregation.steps.weight_copies import swaps_weights
 from xffl.checks import shorten
-from xffl.distributed.sharding import local_tensor
+from xffl.distributed.values.sharding import local_tensor
 from xffl.errors import ConfigError
 
 __all__ = ["COUNT", "OptimizerMoments"]
