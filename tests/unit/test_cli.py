@@ -257,13 +257,14 @@ def test_list_tells_name_line_and_paper_without_torch() -> None:
     ran = without_torch("list", "algorithms")
     assert ran.returncode == 0, ran.stderr
     lines = [re.split(r" {2,}", line.strip()) for line in ran.stdout.splitlines()]
-    assert lines[0] == ["kind", "name", "what it does", "paper"]
+    assert lines[0] == ["kind", "name", "what it does", "paper", "what moves", "bytes a parameter and round"]
     assert ["server", "fedadam"] in [line[:2] for line in lines] and ["partition", "iid"] in [
         line[:2] for line in lines
     ]
     scaffold = next(line for line in lines if line[:2] == ["client", "scaffold"])
     assert "gradients" in scaffold[2] and scaffold[3] == "Karimireddy et al., 2020, arXiv 1910.06378"
-    assert all(len(line) == 4 for line in lines)
+    assert all(len(line) == 6 for line in lines)
+    assert next(line for line in lines if line[:2] == ["algorithm", "desloc"])[-1] == "6"
 
 
 def test_list_as_json_and_by_kind_without_torch() -> None:

@@ -667,7 +667,7 @@ _ALGORITHMS = (
     _algorithm(
         *("desloc", "means of weights, and more rarely of Adam's moments", _DESLOC),
         scaling={"moments": "average:exp_avg=3,exp_avg_sq=6"},
-        moves="weights; first moments in each 3rd round, second in each 6th",
+        moves="weights; moments in some rounds",
         nbytes=4 + 4 / 3 + 4 / 6,
     ),
     _algorithm("fedprox", "FedAvg with a pull to the global weights", _PROX, scaling={"client": "fedprox"}),
