@@ -69,6 +69,11 @@ def parts(seeds: int) -> tuple[Part, ...]:
             commands=((python, "-m", "pytest", "-q", "-m", "long", "-n", "2", "tests/unit", "tests/ranks"),),
         ),
         Part(
+            name="mutants",
+            what="each comparison of the modules that decide is flipped once, and a test has to notice",
+            commands=((python, "-m", "tests.mutants"),),
+        ),
+        Part(
             name="late",
             what="tests of ranks on a machine where processes begin late and stand still at times",
             commands=tuple(

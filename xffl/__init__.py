@@ -22,9 +22,9 @@ from xffl.topology import Topology
 if TYPE_CHECKING:
     from xffl.aggregation import Aggregator, FederatedScaling, RoundReport
     from xffl.distributed.adoption import adopt
-    from xffl.distributed.cell_means import mean_over_cell
     from xffl.distributed.distributed_state import DistributedState
     from xffl.distributed.session import session
+    from xffl.distributed.values.cell_means import mean_over_cell
     from xffl.distributed.world import DistributedWorld
     from xffl.parallel.accumulation import no_sync
     from xffl.parallel.spread import shard

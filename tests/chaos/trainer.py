@@ -96,13 +96,17 @@ def kill_once(folder: Path, kind: str, steps: int, after: int, moment_s: float) 
             time.sleep(0.002)
         time.sleep(moment_s)
         was_alive = process.poll() is None
-    folders = sorted(folder.glob("cell_*/checkpoint-*"))
+    folders = sorted([*folder.glob("cell_*/checkpoint-*"), *folder.glob("cell_*/.checkpoint-*.removed")])
     return {
         "kind": kind,
         "step": step_of(folder),
         "moment_s": round(moment_s, 3),
         "was_alive": was_alive,
-        "unfinished": [str(path.relative_to(folder)) for path in folders if not (path / MARKER).is_file()],
+        "unfinished": [
+            str(path.relative_to(folder))
+            for path in folders
+            if path.suffix == ".removed" or not (path / MARKER).is_file()
+        ],
     }
 
 

@@ -30,9 +30,9 @@ from xffl.aggregation.engine.transport import CrossCellTransport
 from xffl.aggregation.federations.elastic import ElasticAggregator
 from xffl.aggregation.federations.hierarchical import Level, Levels
 from xffl.distributed import ElasticParameters
-from xffl.distributed.cross_world import CrossWorldGroup
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.session import cleanup_distributed_process_group, setup_distributed_process_group
+from xffl.distributed.several_worlds.cross_world import CrossWorldGroup
 from xffl.parallel import DistributedStrategy
 
 __all__ = ["elastic_rounds", "isolated_rounds", "rounds", "traces_of", "training"]

@@ -15,7 +15,7 @@ from tests.nccl.traces import Abort, Call, Group, HostWait, Join, Mark, Record, 
 
 __all__ = ["faults_of"]
 
-OWN_PAIRS = ("torch/distributed/pipelining/", "parallel/pipeline")
+OWN_PAIRS = ("torch/distributed/pipelining/", "parallel/axes/pipeline")
 """Where single messages are meant: stages of a pipeline, which connect pair by pair, in one order on both sides."""
 
 

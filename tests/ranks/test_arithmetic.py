@@ -17,7 +17,7 @@ from tests.worlds import run_world
 from xffl.aggregation.algorithms.combiners import Coordinatewise
 from xffl.aggregation.arithmetic import divide
 from xffl.aggregation.compression import Codec
-from xffl.aggregation.engine import arithmetic_check
+from xffl.aggregation.engine.alike import arithmetic_check
 from xffl.compat.pytorch import DispatchMode
 
 

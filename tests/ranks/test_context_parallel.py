@@ -20,8 +20,8 @@ from tests.decoder import Decoder, loss_of, text_batch
 from tests.ranks.test_tensor_parallel import Counting, Told, make_decoder, mesh_of, whole
 from tests.worlds import run_world
 from xffl.errors import ConfigError
-from xffl.parallel.context_parallel import context_parallel, give_positions, split_sequence
-from xffl.parallel.tensor_parallel import apply_tensor_parallel
+from xffl.parallel.axes.context_parallel import context_parallel, give_positions, split_sequence
+from xffl.parallel.axes.tensor_parallel import apply_tensor_parallel
 
 STEPS = 5
 BATCH = 8

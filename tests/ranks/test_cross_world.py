@@ -18,7 +18,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from tests.ports import free_port
 from tests.worlds import run_world
 from xffl.compat.sockets import open_sockets, sockets_opened_since
-from xffl.distributed.cross_world import CrossWorldGroup
+from xffl.distributed.several_worlds.cross_world import CrossWorldGroup
 
 DEAD, WAITING, POISONING = range(3)
 STAYS_S = 20.0

@@ -26,8 +26,8 @@ from xffl.distributed.parameters import DeviceParameters
 from xffl.errors import ConfigError, StateError
 from xffl.extras import install_command
 from xffl.parallel import DistributedConfig, DistributedStrategy, StrategyConfig, TrainingConfig
-from xffl.parallel.deepspeed import ZeroModel
-from xffl.parallel.zero_mark import find_masters, mark
+from xffl.parallel.zero.deepspeed import ZeroModel
+from xffl.parallel.zero.mark import find_masters, mark
 
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed: pip install deepspeed")
 

@@ -23,9 +23,9 @@ from tests.worlds import be_launched, run_world
 from xffl.aggregation.engine.decision.consensus import RoundInput
 from xffl.aggregation.federations.elastic import ElasticAggregator
 from xffl.distributed import ElasticParameters
-from xffl.distributed.consistency import gather_objects
-from xffl.distributed.cross_world import CrossWorldGroup
+from xffl.distributed.agreement.consistency import gather_objects
 from xffl.distributed.parameters import DeviceParameters
+from xffl.distributed.several_worlds.cross_world import CrossWorldGroup
 
 LAST_ROUNDS = 3
 LACKS = "a part of the server's state is missing"

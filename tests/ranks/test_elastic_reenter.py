@@ -20,7 +20,7 @@ from tests.ranks.test_elastic import journal, lighthouse, of_all, pytestmark  # 
 from tests.worlds import be_launched, run_world
 from xffl.aggregation.federations.elastic import ElasticAggregator
 from xffl.distributed import DeviceParameters, ElasticParameters
-from xffl.distributed.cross_world import CrossWorldGroup
+from xffl.distributed.several_worlds.cross_world import CrossWorldGroup
 from xffl.elastic.federation import ElasticFederation
 from xffl.journal.records import JournalUnreachable
 

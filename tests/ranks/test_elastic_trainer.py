@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,9 +34,8 @@ pytestmark = pytest.mark.skipif(find_spec("torchft") is None, reason="needs the 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture
-def lighthouse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    monkeypatch.setenv("XFFL_JOURNAL", str(tmp_path / "journal"))
+@contextmanager
+def serving_lighthouse() -> Iterator[str]:
     from xffl.elastic.lighthouse import coordination
 
     server = coordination().LighthouseServer(
@@ -44,6 +43,13 @@ def lighthouse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]
     )
     yield f"http://127.0.0.1:{server.address().rpartition(':')[2]}"
     server.shutdown()
+
+
+@pytest.fixture
+def lighthouse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setenv("XFFL_JOURNAL", str(tmp_path / "journal"))
+    with serving_lighthouse() as url:
+        yield url
 
 
 class Rounds(Callback):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import signal
@@ -9,7 +10,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -23,14 +25,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import Dataset, SequentialSampler
+from torch.utils.data import Dataset, SequentialSampler, Subset
 
 import xffl
 from tests.ports import free_port
 from tests.processes import await_cells
-from tests.ranks.test_elastic_trainer import lighthouse  # noqa: F401
+from tests.ranks.test_elastic_trainer import lighthouse, serving_lighthouse  # noqa: F401
 from tests.worlds import be_launched, run_world
 from xffl.distributed.startup.isolation import enter_isolation
+from xffl.integrations.checkpoints import MARKER
 from xffl.training.data.partition import iid
 
 pytest.importorskip("transformers")
@@ -175,13 +178,19 @@ def load_sharded(model: Any, folder: str) -> Any:
 
 
 def train(
-    folder: str, *, is_adapted: bool = False, is_sharded: bool = False, is_loaded: bool = False, **options: Any
+    folder: str,
+    cell: int,
+    seed: int,
+    *,
+    is_adapted: bool = False,
+    is_sharded: bool = False,
+    is_loaded: bool = False,
+    **options: Any,
 ) -> dict[str, Any]:
     """Be a rank of a Trainer's script, with one line more."""
     from xffl.integrations.transformers import federate
 
-    cell = int(os.environ["XFFL_ISOLATED"].split()[0]) // SIZES[0]
-    model = make_model(cell, is_adapted=is_adapted)
+    model = make_model(seed, is_adapted=is_adapted)
     if is_loaded:
         model = load_sharded(model, f"{folder}/{cell}")
     trainer = make_trainer(folder, model, is_sharded=is_sharded)
@@ -252,8 +261,21 @@ def be_by_hand(rank: int, world_size: int, port: int) -> dict[str, dict[str, Any
 
 def be_cell(rank: int, world_size: int, port: int, options: dict[str, Any]) -> dict[str, Any]:
     be_launched(rank, world_size, port)
-    with enter_isolation(SIZES):
-        return train(**options)
+    with enter_isolation(SIZES) as isolated:
+        return train(cell=isolated.cell, seed=isolated.cell, **options)
+
+
+def be_elastic_cell(
+    rank: int, world_size: int, port: int, url: str, other_port: int, options: dict[str, Any]
+) -> dict[str, Any]:
+    """Be a rank of a cell that is a job of its own, of two that begin together, with the same weights."""
+    cell, cell_rank = divmod(rank, SIZES[0])
+    be_launched(cell_rank, SIZES[0], (port, other_port)[cell])
+    home = options["folder"]
+    os.environ |= {"XFFL_LIGHTHOUSE": url, "XFFL_CELL": f"{cell}/2", "XFFL_JOURNAL": f"{home}/journal"}
+    Path(home).mkdir(parents=True, exist_ok=True)
+    await_cells(2, home)
+    return train(cell=cell, seed=0, **options)
 
 
 def import_once() -> None:
@@ -273,7 +295,16 @@ def be_naive(rank: int, world_size: int, port: int, folder: str) -> str:
     return str(refused.value)
 
 
-def train_both_ways(rank: int, world_size: int, folder: str) -> tuple[list[Any], dict[str, list[Any]], list[str]]:
+ELASTIC = ("ddp", "fsdp")
+"""The cases that elastic cells train, too"""
+
+
+def train_elastic(name: str, url: str, folder: str) -> list[dict[str, Any]]:
+    return run_job(4, be_elastic_cell, url, free_port(), {"folder": f"{folder}/{name}-elastic", **CASES[name]})
+
+
+def train_all_ways(rank: int, world_size: int, folder: str, lighthouses: dict[str, str]) -> tuple[Any, ...]:
+    """Train by hand, with a Trainer in isolated cells, naively, and with a Trainer in elastic cells."""
     from transformers.distributed import DistributedConfig
 
     import_once()
@@ -283,7 +314,8 @@ def train_both_ways(rank: int, world_size: int, folder: str) -> tuple[list[Any],
         if "is_loaded" not in options or hasattr(DistributedConfig, "fsdp_size")  # not in the first transformers 5
     }
     ranks = {name: run_job(4, be_cell, {"folder": f"{folder}/{name}", **options}) for name, options in cases.items()}
-    return run_job(4, be_by_hand), ranks, run_job(2, be_naive, f"{folder}/naive")
+    elastic = {name: train_elastic(name, url, folder) for name, url in lighthouses.items()}
+    return run_job(4, be_by_hand), ranks, run_job(2, be_naive, f"{folder}/naive"), elastic
 
 
 def differ(mine: Weights, theirs: Weights) -> float:
@@ -291,8 +323,26 @@ def differ(mine: Weights, theirs: Weights) -> float:
     return max(float((mine[name] - theirs[name]).abs().max()) for name in mine)
 
 
-def test_a_trainer_trains_what_a_loop_by_hand_trains(tmp_path: Path) -> None:
-    [(by_hand, ranks, refusals)] = run_world(1, train_both_ways, str(tmp_path), init=False, timeout_s=280)
+@pytest.fixture
+def lighthouses() -> Iterator[dict[str, str]]:
+    """The lighthouse of each elastic run; none without torchft."""
+    if find_spec("torchft") is None:
+        yield {}
+        return
+    with ExitStack() as opened:
+        yield {name: opened.enter_context(serving_lighthouse()) for name in ELASTIC}
+
+
+def test_a_trainer_trains_what_a_loop_by_hand_trains(tmp_path: Path, lighthouses: dict[str, str]) -> None:
+    [(by_hand, ranks, refusals, elastic)] = run_world(
+        1, train_all_ways, str(tmp_path), lighthouses, init=False, timeout_s=280
+    )
+    for name, of_ranks in elastic.items():  # nothing fails, so these are the rounds of isolated cells
+        for trained in of_ranks:
+            assert differ(trained["weights"], ranks[name][0]["weights"]) == 0.0
+            assert differ(trained["weights"], by_hand[0]["full"]["weights"]) < 1e-6, name
+            assert trained["counts"] == by_hand[0]["full"]["counts"]
+            assert trained["wrapper"] == ranks[name][0]["wrapper"]
     for name, of_ranks in ranks.items():
         options = CASES[name]
         expected = by_hand[0]["adapted" if options.get("is_adapted") else "full"]
@@ -387,6 +437,69 @@ def test_a_run_that_was_killed_goes_on_to_the_same_bits(tmp_path: Path) -> None:
             assert from_step >= step
             assert differ(weights, whole[0][0]) == 0.0
             assert kept[-1] == "checkpoint-12"
+
+
+UNEVEN = (20, 36)
+"""Samples of each cell's own data, of which a step takes :data:`ROWS`"""
+
+
+def be_uneven(rank: int, world_size: int, port: int, folder: str, death: Death, **options: Any) -> Any:
+    """Train two epochs of unequally long data, saving after each, until death."""
+    from transformers import TrainerCallback
+
+    from xffl.integrations.transformers import federate
+
+    class Mortality(TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if rank == death.rank and death.moment == "step" and state.global_step == death.number:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    be_launched(rank, world_size, port)
+    with enter_isolation((1, 1)) as isolated:
+        part: dict[str, Any] = {"max_steps": -1, "num_train_epochs": 2, "gradient_accumulation_steps": 1}
+        trainer = make_trainer(folder, make_model(), save_strategy="epoch", save_total_limit=1, **part)
+        trainer.train_dataset = Subset(Text(), range(UNEVEN[isolated.cell]))
+        given: dict[str, Any] = {"every": EVERY, "algorithm": "diloco", **options}
+        rounds = federate(trainer, data="own", **given)
+        trainer.add_callback(Mortality())
+        if rank == death.rank and death.moment == "file":
+            kill_at(death.number, folder, "checkpoint-10")
+        trainer.train()
+    resumed = None if rounds.resumed is None else (rounds.resumed.meetings, rounds.resumed.step)
+    kept = {
+        path.parent.name: json.loads(path.read_text())["meetings"]
+        for path in Path(folder).glob(f"cell_{rank}/*/{MARKER}")
+    }
+    return weights_of(trainer.model_wrapped), trainer.state.global_step, resumed, kept
+
+
+UNEVEN_DEATHS = {
+    Death(0, "file", 3): [(2, 8), (2, 8)],  # while cell 0 saves behind its last step
+    Death(1, "step", 14): [(3, 10), (3, 12)],
+}
+"""And the rounds and steps from which each cell goes on then"""
+
+
+def kill_uneven(rank: int, world_size: int, folder: str) -> list[list[Any]]:
+    """Return what runs of unequally long data have: one, the same started again, and those that were killed."""
+    import_once()
+    runs = [run_job(2, be_uneven, f"{folder}/whole", Death()) for _ in range(2)]
+    for number, death in enumerate(UNEVEN_DEATHS):
+        assert None in run_job(2, be_uneven, f"{folder}/{number}", death), death
+        runs.append(run_job(2, be_uneven, f"{folder}/{number}", Death()))
+    return runs
+
+
+def test_cells_with_unequally_long_data_save_after_the_same_rounds(tmp_path: Path) -> None:
+    [(whole, again, *killed)] = run_world(1, kill_uneven, str(tmp_path), init=False, timeout_s=280)
+    last = whole[0][3]["checkpoint-10"]
+    assert whole[1][3]["checkpoint-18"] == last
+    assert [cell[1:3] for cell in whole] == [(10, None), (18, None)]
+    assert [cell[2] for cell in again] == [(last, 10), (last, 18)]
+    for run, resumed in zip(killed, UNEVEN_DEATHS.values(), strict=True):
+        assert [cell[2] for cell in run] == resumed
+    for cell in (*whole, *again, *(cell for run in killed for cell in run)):
+        assert differ(cell[0], whole[0][0]) == 0.0
 
 
 def be_scripted(rank: int, world_size: int, port: int, folder: str) -> tuple[Weights, Weights, list[int], int]:

@@ -17,7 +17,7 @@ import xffl
 from tests.worlds import run_world
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.parameters import DeviceParameters
-from xffl.distributed.sharding import local_tensor
+from xffl.distributed.values.sharding import local_tensor
 from xffl.errors import XfflError
 from xffl.parallel import DistributedConfig, DistributedStrategy, StrategyConfig
 from xffl.training import models

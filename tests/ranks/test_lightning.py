@@ -253,6 +253,67 @@ def test_a_trainer_trains_what_a_loop_by_hand_trains(tmp_path: Path) -> None:
         assert trained["rounds"] == 3
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "delay": {"delay": 1, "alpha": 0.5},
+    "codec": {"algorithm": "diloco", "aggregator": {"codec": "int8"}},
+    "client": {"client": "scaffold"},
+}
+"""Of rounds: one of each kind"""
+
+
+def train_alone(way: str, rounds: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Train a cell of one rank by a Trainer, in a loop with Fabric, or in one of one's own."""
+    import lightning as L
+
+    from xffl.integrations.lightning import FederatedRounds, cell_split
+
+    loader = DataLoader(cell_split(make_data()), batch_size=ROWS)
+    if way == "trainer":
+        module = make_module(0)
+        module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+        given = {"strategy": "auto", "accumulate_grad_batches": 1, "gradient_clip_val": None}
+        make_trainer(".", FederatedRounds(every=EVERY, **rounds), **given).fit(module, loader)
+        return weights_of(module.layers)
+    model = layers = make_layers()
+    optimizer = stepped = torch.optim.SGD(layers.parameters(), lr=0.1, momentum=0.9)
+    backward: Any = torch.Tensor.backward
+    if way == "fabric":
+        fabric = L.Fabric(accelerator="cpu", devices=1)
+        model, stepped = fabric.setup(layers, optimizer)
+        loader = fabric.setup_dataloaders(loader)
+        backward = fabric.backward
+    with xffl.FederatedScaling(model, optimizer, xffl.adopt(), every=EVERY, **rounds):
+        for _, batch in zip(range(STEPS), loader, strict=False):
+            backward(loss_of(model, batch))
+            stepped.step()
+            stepped.zero_grad()
+    return weights_of(layers)
+
+
+def be_with_options(rank: int, world_size: int, port: int) -> dict[str, list[dict[str, torch.Tensor]]]:
+    be_launched(rank, world_size, port)
+    with enter_isolation((1, 1)):
+        return {
+            name: [train_alone(way, rounds) for way in ("by hand", "trainer", "fabric")]
+            for name, rounds in ({"plain": {}} | OPTIONS).items()
+        }
+
+
+def train_with_options(rank: int, world_size: int) -> list[Any]:
+    import_module("xffl.integrations.lightning")
+    return run_job(2, be_with_options)
+
+
+def test_a_trainer_and_fabric_take_all_kinds_of_options() -> None:
+    [ranks] = run_world(1, train_with_options, init=False, timeout_s=180)
+    for trained in ranks:
+        plain = trained["plain"][0]
+        for name, ways in trained.items():
+            assert [differ(weights, ways[0]) for weights in ways] == [0.0, 0.0, 0.0], name
+            assert differ(ways[0], ranks[0][name][0]) == 0.0
+            assert name == "plain" or differ(ways[0], plain) > 1e-6, f"{name} changes nothing"
+
+
 def be_mortal(rank: int, world_size: int, port: int, folder: str, death: Death, is_sharded: bool) -> Any:
     """Train with checkpoints, until death."""
     from lightning.pytorch.callbacks import Callback, ModelCheckpoint

@@ -21,7 +21,7 @@ from xffl.aggregation.engine.gpu_memory import HostCopies
 from xffl.aggregation.engine.groups import RoundScope
 from xffl.aggregation.privacy import Privacy
 from xffl.distributed import groups
-from xffl.distributed.consistency import message_device, transfer_device
+from xffl.distributed.agreement.consistency import message_device, transfer_device
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import check_link_backend, with_host_side
 from xffl.parallel import DistributedStrategy

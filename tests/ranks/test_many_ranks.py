@@ -24,7 +24,7 @@ from xffl.compat import gloo_connections
 from xffl.compat.gloo_connections import LAZY_VARIABLE
 from xffl.compat.sockets import open_sockets
 from xffl.distributed import session
-from xffl.distributed.consistency import barrier, check_consistent, gather_objects
+from xffl.distributed.agreement.consistency import barrier, check_consistent, gather_objects
 from xffl.distributed.groups import new_group
 from xffl.distributed.startup.file_limit import is_ample
 from xffl.distributed.startup.open_files import FileLimit, files_of_groups

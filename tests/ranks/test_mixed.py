@@ -23,8 +23,8 @@ from xffl.aggregation.exports import export_cell
 from xffl.cli.main import main
 from xffl.cluster.runtimes import Runtime, runtime_table
 from xffl.costs import EXCHANGE_FORMAT
-from xffl.distributed.consistency import own_runtime
-from xffl.distributed.differences import holders_text
+from xffl.distributed.agreement.consistency import own_runtime
+from xffl.distributed.agreement.differences import holders_text
 from xffl.training.run_directory import RunDirectory
 
 ROOT = Path(__file__).parents[2]
@@ -53,7 +53,7 @@ def test_another_exchange_format_is_refused_on_all_ranks_before_they_join() -> N
 
 def of_another_patch(rank: int, world_size: int, port: int) -> str:
     if rank == 1:
-        for module in ("xffl.costs", "xffl.distributed.consistency"):
+        for module in ("xffl.costs", "xffl.distributed.agreement.consistency"):
             sys.modules[module].__version__ = "0.1.99"
     be_launched(rank, world_size, port)
     err = io.StringIO()

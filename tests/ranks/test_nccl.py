@@ -41,7 +41,7 @@ from xffl.aggregation.engine.votes import VOTE_TAG
 from xffl.aggregation.options import Options
 from xffl.aggregation.privacy import Privacy
 from xffl.costs import MOST_IN_FLIGHT
-from xffl.distributed import consistency as backends
+from xffl.distributed.agreement import consistency as backends
 from xffl.distributed.session import cleanup_distributed_process_group, setup_distributed_process_group
 from xffl.errors import ConfigError
 from xffl.naming import Writer

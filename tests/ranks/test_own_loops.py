@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 import xffl
 from tests.ranks.test_state import new_state
 from tests.worlds import run_world
-from xffl.distributed.cell_world import CellWorld
 from xffl.distributed.distributed_state import set_cell_world
+from xffl.distributed.several_worlds.cell_world import CellWorld
 from xffl.errors import StateError
 
 MICRO_BATCHES = 3

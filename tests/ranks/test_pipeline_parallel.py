@@ -18,7 +18,7 @@ from torch.profiler import profile
 from tests.decoder import Block, Decoder, loss_of, text_batch
 from tests.worlds import run_world
 from xffl.errors import ConfigError, StateError
-from xffl.parallel.pipeline import PipelineModel, Skip, split_model
+from xffl.parallel.axes.pipeline import PipelineModel, Skip, split_model
 
 STEPS = 8
 TIGHT = 1e-5

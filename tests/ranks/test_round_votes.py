@@ -21,17 +21,19 @@ from tests.ports import free_port
 from tests.ranks.test_round import digests, make_state
 from tests.rounds import aggregator_of
 from tests.worlds import WorldError, run_world
+from xffl import costs
 from xffl.aggregation.engine import buffers as looks
 from xffl.aggregation.engine import cell, transport
-from xffl.aggregation.engine.compared_at_once import ComparisonAtOnce
+from xffl.aggregation.engine.ballots import BallotTree
 from xffl.aggregation.engine.decision.consensus import AgreedRound, RoundBroken, RoundInput
 from xffl.aggregation.engine.decision.elastic_votes import ElasticCoordinator, RoundInDoubt
 from xffl.aggregation.engine.groups import RoundScope
+from xffl.aggregation.engine.several_worlds.compared_at_once import ComparisonAtOnce
 from xffl.aggregation.engine.votes import MOST_NUMBERS, MergeMode, RoundStatus, Seal, VotePhase, VoteTree
 from xffl.cluster.network import Timeouts
-from xffl.distributed.cross_world import CrossWorldGroup
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import Groups
+from xffl.distributed.several_worlds.cross_world import CrossWorldGroup
 from xffl.topology import Topology
 
 
@@ -346,6 +348,10 @@ def everybody(rank: int, world_size: int) -> None:
             ]
             votes = VoteTree(topology, rank, 0, torch.device("cpu"))
             assert votes.gather(statuses[rank], None, math.inf) == statuses
+            ballots = BallotTree(topology, rank, 0, torch.device("cpu"))
+            for room in (1024, 0):  # with 0 what the head has no room for comes in a second message
+                with mock.patch.object(costs, "BALLOT_ROOM_BYTES", room):
+                    assert ballots.gather(statuses[rank], None, math.inf) == statuses
 
 
 def sealed(rank: int, world_size: int, answer: Seal, has_values: bool, store: int) -> None:

@@ -23,7 +23,7 @@ from tests.decoder import Decoder, loss_of, text_batch
 from tests.worlds import run_world
 from xffl.distributed.world import DistributedWorld
 from xffl.errors import ConfigError
-from xffl.parallel.tensor_parallel import Replicated, apply_tensor_parallel, plan_for
+from xffl.parallel.axes.tensor_parallel import Replicated, apply_tensor_parallel, plan_for
 
 STEPS = 6
 BATCH = 8

@@ -29,10 +29,10 @@ from xffl.aggregation.engine.planning.lone_coverage import check_lone_cell
 from xffl.aggregation.engine.stages.first_round import FirstRound
 from xffl.aggregation.federations.elastic import ElasticAggregator
 from xffl.aggregation.federations.hierarchical import Level, Levels
-from xffl.distributed.cell_world import CellWorld
 from xffl.distributed.distributed_state import set_cell_world
-from xffl.distributed.gradients import find_reduction, mark_reduced
-from xffl.distributed.sharding import local_tensor
+from xffl.distributed.several_worlds.cell_world import CellWorld
+from xffl.distributed.values.gradients import find_reduction, mark_reduced
+from xffl.distributed.values.sharding import local_tensor
 
 NONE = "nothing was raised"
 

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from xffl.aggregation.engine.votes import VOTE_TAG
+from xffl.aggregation.engine.ballots import Ballots
+from xffl.aggregation.engine.votes import PACKED, VOTE_TAG, RoundStatus
 from xffl.cluster.recognition.claims import Claim
-from xffl.costs import STATUS_BYTES, neighbours_of_barrier
+from xffl.costs import BALLOT_LENGTH_BYTES, MOST_IN_TABLES, STATUS_BYTES, neighbours_of_barrier, ranks_below
 from xffl.planning.startup import (
     ADDRESS_BYTES,
     messages_of_all_gather,
@@ -312,14 +313,29 @@ class RecordedGroup(dist.ProcessGroup):
         return _Done()
 
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> _Done:
-        """Give zeros; for a vote's table this rank's row, or that of another vote of its own, in each row."""
+        """Give zeros; in a vote this rank's status as that of all."""
         self._connect({peer})
         values = tensors[0]
         if tag == VOTE_TAG and values.numel() >= STATUS_BYTES:
-            self._fill(values, peer)
+            if self._play.topology.world_size > MOST_IN_TABLES:
+                self._write(values, peer)
+            else:
+                self._fill(values, peer)
         else:
             values.zero_()
         return _Done()
+
+    def _write(self, head: torch.Tensor, peer: int) -> None:
+        topology = self._play.topology
+        ranks = topology.world_size
+        if peer > self._number or not self._is_below(peer):
+            cell = topology.cell_of(peer)
+            ranks = ranks_below(peer - topology.offsets[cell], topology.sizes[cell])
+        status = RoundStatus.unpacked(PACKED.unpack(self._play.row.numpy().tobytes()))
+        data = Ballots.joined([Ballots.of(status)] * ranks).to_bytes()
+        data = len(data).to_bytes(BALLOT_LENGTH_BYTES, "little") + data
+        head.zero_()
+        head[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
     def _fill(self, table: torch.Tensor, peer: int) -> None:
         topology = self._play.topology

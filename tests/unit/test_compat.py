@@ -67,6 +67,15 @@ def test_each_workaround_says_which_version_needs_it_and_where_to_look(path: Pat
         assert re.search(r"\b\d\.\d+\b", text) and "https://" in text, name
 
 
+# transformers ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_trainer_has_no_public_way_to_save_a_checkpoint() -> None:
+    transformers = pytest.importorskip("transformers")
+    public = [name for name in dir(transformers.Trainer) if "save" in name and not name.startswith("_")]
+    assert public == ["save_metrics", "save_model", "save_state"]  # else save_checkpoint may go
+
+
 # Lightning ------------------------------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from xffl.distributed.cross_world import CrossWorldGroup
+from xffl.distributed.several_worlds.cross_world import CrossWorldGroup
 
 
 def test_no_thread_waits_for_a_message_that_was_given_up() -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import signal
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from xffl.distributed.cell_notes import LoneNotes
+from xffl.distributed.several_worlds.cell_notes import LoneNotes
 from xffl.errors import ConfigError
 from xffl.integrations.checkpoints import CellCheckpoints
-from xffl.integrations.dealing import deal_out
+from xffl.integrations.dealing import deal_out, is_dealt_out
 from xffl.integrations.transformers.refusals import check_arguments, check_loader
 from xffl.integrations.transformers.trainer_files import TrainerFiles
 from xffl.integrations.transformers.zero import check_engine
-from xffl.integrations.weights import SHIFTING_LOSSES, find_count, shifts_labels
+from xffl.integrations.weights import SHIFTING_LOSSES, find_count, label_names, shifts_labels
 
 PLAIN = {
     "load_best_model_at_end": False,
@@ -148,9 +152,15 @@ def test_models_that_shift_their_labels_are_known() -> None:
     bert = transformers.BertConfig(**small, num_attention_heads=1)
     t5 = transformers.T5Config(vocab_size=8, d_model=4, d_kv=4, d_ff=4, num_layers=1, num_heads=1)
     gpt2 = transformers.GPT2Config(vocab_size=8, n_embd=4, n_layer=1, n_head=1)
+    image = transformers.ImageGPTConfig(vocab_size=8, n_embd=4, n_layer=1, n_head=1)
     decoder = transformers.GPT2Config(vocab_size=8, n_embd=4, n_layer=1, n_head=1, add_cross_attention=True)
     with torch.device("meta"):
-        causal = transformers.LlamaForCausalLM(llama), transformers.GPT2LMHeadModel(gpt2)
+        causal = (
+            transformers.LlamaForCausalLM(llama),
+            transformers.GPT2LMHeadModel(gpt2),
+            transformers.GPT2DoubleHeadsModel(gpt2),
+            transformers.ImageGPTForCausalImageModeling(image),
+        )
         others = (
             transformers.T5ForConditionalGeneration(t5),
             transformers.EncoderDecoderModel(
@@ -162,6 +172,45 @@ def test_models_that_shift_their_labels_are_known() -> None:
         )
     assert [shifts_labels(torch.nn.Sequential(model)) for model in causal] == [True] * len(causal)
     assert [shifts_labels(model) for model in others] == [False] * len(others)
+
+
+def test_labels_of_several_losses_are_refused_by_name() -> None:
+    transformers = pytest.importorskip("transformers")
+    gpt2 = transformers.GPT2Config(vocab_size=8, n_embd=4, n_layer=1, n_head=1)
+    model = transformers.GPT2DoubleHeadsModel(gpt2)
+    batch = {"input_ids": torch.ones(2, 3, 5, dtype=torch.int64), "labels": torch.ones(2, 3, 5, dtype=torch.int64)}
+    several = {**batch, "mc_labels": torch.zeros(2, dtype=torch.int64)}
+    count = find_count("tokens", 0, is_shifted=shifts_labels(model), names=label_names(torch.nn.Sequential(model)))
+    count.add(batch)
+    assert count.counted() == 2 * 3 * 4
+    with pytest.raises(ConfigError, match="labels of one loss, but a batch has labels and mc_labels.*weight='samples'"):
+        count.add(several)
+    samples = find_count("samples", 0)
+    samples.add(several)
+    assert samples.counted() == 2
+
+
+def test_what_is_made_of_a_part_is_of_the_same_cell() -> None:
+    datasets = pytest.importorskip("datasets")
+    whole = datasets.Dataset.from_dict({"number": list(range(20))})
+    part = deal_out(whole, cell=0, cells=2, seed=0)
+    made = {
+        "map": part.map(lambda row: {"double": 2 * row["number"]}),
+        "filter": part.filter(lambda row: row["number"] % 2 == 0),
+        "select": part.select([3, 1]),
+        "shuffle": part.shuffle(seed=0),
+        "split": part.train_test_split(test_size=2)["train"],
+        "format": part.with_format("torch"),
+        "several": part.rename_column("number", "value").map(lambda row: row, num_proc=2).sort("value").skip(2),
+        "subset": torch.utils.data.Subset(part, [0]),
+        "again": deal_out(part.shuffle(seed=1), cell=0, cells=2, seed=0),
+    }
+    assert [name for name, dataset in made.items() if not is_dealt_out(dataset)] == []
+    assert len(made["again"]) == len(part) == 10
+    other = whole.map(lambda row: row)
+    mixed = datasets.concatenate_datasets([part, other]), datasets.concatenate_datasets([other, part])
+    assert [is_dealt_out(dataset) for dataset in (whole, other, *mixed)] == [False] * 4
+    assert is_dealt_out(datasets.concatenate_datasets([part, part.shuffle(seed=2)]))
 
 
 def test_cells_have_parts_of_equal_length_and_streams_are_refused() -> None:
@@ -239,6 +288,38 @@ def test_a_checkpoint_that_a_slower_cell_needs_is_kept(tmp_path: Path) -> None:
     saved(tmp_path / "slow", "0", kept=1)
     assert saved_steps(tmp_path / "even") == [4, 6]
     assert saved_steps(tmp_path / "slow") == [1, 2, 4, 6]
+
+
+def remove_until_death(folder: Path, event: int) -> None:
+    """Save with one checkpoint to keep, in a process that dies before it renames or deletes for so many times."""
+    passed = itertools.count(1)
+
+    def hear(name: str, given: tuple[Any, ...]) -> None:
+        if name in ("os.rename", "os.remove", "os.rmdir") and next(passed) == event:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    saved(folder, "0 1")
+    notes = OtherCell("0 1")
+    notes.write("checkpoints", "0 1 1")
+    sys.addaudithook(hear)
+    CellCheckpoints(TrainerFiles(folder, 1), STATE, notes).remove_surplus()
+
+
+def test_a_removal_that_was_killed_is_finished_at_the_next_start(tmp_path: Path) -> None:
+    statuses = []
+    while not statuses or statuses[-1]:
+        folder = tmp_path / str(len(statuses))
+        folder.mkdir()
+        process = os.fork()
+        if process == 0:
+            remove_until_death(folder, len(statuses) + 1)
+            os._exit(0)
+        statuses.append(os.waitpid(process, 0)[1])
+        resumed = CellCheckpoints(TrainerFiles(folder, 1), STATE, OtherCell("1")).agree("", starts_over=False)
+        assert resumed is not None and resumed.step == 6
+        assert saved_steps(folder) in ([2, 4, 6], [4, 6])
+        assert all(path.name.startswith("checkpoint-") for path in folder.iterdir())
+    assert len(statuses) > 3  # deaths: before it was renamed, before each file, before the folder
 
 
 def saved_steps(folder: Path) -> list[int]:

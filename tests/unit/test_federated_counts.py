@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from xffl.distributed.cell_world import CellWorld
 from xffl.distributed.distributed_state import DistributedState, set_cell_world
 from xffl.distributed.parameters import ElasticParameters
+from xffl.distributed.several_worlds.cell_world import CellWorld
 from xffl.errors import ConfigError
 from xffl.training.mixins.federated import FederatedMixin, FederationConfig
 

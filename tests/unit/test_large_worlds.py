@@ -11,6 +11,8 @@ import pytest
 
 from tests.scale.play import play_rank, sampled_ranks
 from tests.scale.recorded import Play
+from xffl.aggregation.engine.ballots import Ballots
+from xffl.aggregation.engine.votes import PACKED, RoundStatus
 from xffl.cli.main import main
 from xffl.compat import gloo_connections
 from xffl.planning.startup import forecast_rank, forecast_startup, vote_of_rank
@@ -82,3 +84,32 @@ def test_the_plan_prints_the_forecast(capsys: pytest.CaptureFixture[str]) -> Non
     lines = capsys.readouterr().out
     assert "Start-up of 4096 ranks in 8 cells, over gloo:" in lines
     assert f"{forecast_startup(Topology(4096, (512,) * 8, 8)).requests} requests" in lines
+
+
+def _status(rank: int, world: int) -> RoundStatus:
+    return RoundStatus(
+        7,
+        weight=float(rank % 5),
+        seconds=rank / 3,
+        norm=rank / 7 if rank >= world // 2 else 0.0,
+        is_nonfinite=rank == world - 1,
+        numbers=(0.5, 1 / 3),
+    )
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 50])
+def test_ballots_keep_what_each_rank_says(world: int) -> None:
+    statuses = [RoundStatus.unpacked(PACKED.unpack(_status(rank, world).packed())) for rank in range(world)]
+    ballots = Ballots.joined([Ballots.of(status) for status in statuses])
+    assert ballots.statuses() == statuses
+    data = ballots.to_bytes()
+    assert Ballots.from_bytes(data, world) == ballots and len(data) <= 96 + 192 * world
+    order = [*range(world)][::-1]
+    assert ballots.reordered(order).statuses() == statuses[::-1]
+    longest = max(status.seconds for status in statuses)
+    assert {status.seconds for status in ballots.with_longest_step().statuses()} == {longest}
+
+
+def test_ballots_of_ranks_that_say_the_same_are_few_bytes() -> None:
+    ballots = Ballots.joined([Ballots.of(RoundStatus(3))] * 16384)
+    assert len(ballots.to_bytes()) == 288 and len(set(map(id, ballots.statuses()))) == 1

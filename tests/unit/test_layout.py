@@ -28,6 +28,7 @@ from xffl.aggregation.engine.planning.tensors import Division, Manifest, canonic
 from xffl.aggregation.engine.planning.transfers import GroupTransfer
 from xffl.aggregation.report import RoundProfile
 from xffl.aggregation.steps.contributions import ContributionTracker, Snapshot
+from xffl.compat.pytorch import memory_of
 from xffl.errors import ConfigError
 from xffl.topology import Topology
 
@@ -172,6 +173,22 @@ def test_autograd_finds_out_that_a_round_has_written() -> None:
         layout.look_up()
         layout.unpack(bucket, torch.ones(bucket.stop - bucket.start))
     assert all((parameter == 1.0).all() for parameter in model.parameters())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_autograd_finds_out_about_values_that_have_come_to_where_they_belong() -> None:
+    model = nn.Linear(3, 3, bias=False)
+    layout, transfers = prepare(model, 10**6)
+    (bucket,) = transfers[0].buckets
+    loss = model(torch.ones(1, 3, requires_grad=True)).sum()
+    with torch.no_grad():
+        layout.look_up()
+        run = layout.run_of(bucket, CPU)
+        assert run is not None
+        memory_of(run)[:] = bytes(run.nbytes)
+        layout.unpack(bucket, run)
+    assert (model.weight == 0.0).all()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xffl.aggregation.arithmetic import weighted_mean
+from xffl.aggregation.arithmetic import CHUNK, weighted_mean
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 weight_lists = st.lists(st.floats(0, 1e300), min_size=1, max_size=5).filter(any)
@@ -91,6 +92,28 @@ def test_the_result_may_overwrite_a_value() -> None:
         aliased = [value.clone() for value in values]
         weighted_mean(aliased, [1.0, 4.0, 2.0], aliased[index])
         assert torch.equal(aliased[index], expected)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.sampled_from([0.0, 1.0, 1.0, 1.0, 3.0, 0.3]), min_size=2, max_size=5).filter(any),
+    st.integers(0, 2**32 - 1),
+    st.sampled_from([0xFFFFFFFF, 0x80FFFFFF, 0x80000007]),
+    st.integers(0, 5),
+)
+def test_numpy_and_torch_give_the_same_bits(weights: list[float], seed: int, mask: int, alias: int) -> None:
+    """Of any fp32 numbers, of small ones and subnormals, and of the smallest; what is not contiguous takes torch."""
+    length = CHUNK + 9 if seed % 50 == 0 else 40
+    bits = np.random.default_rng(seed).integers(0, 2**32, (len(weights), length), np.uint32)
+    values = torch.from_numpy((bits & np.uint32(mask)).view(np.float32))
+    means = []
+    for every in (1, 2):
+        rows = [row.repeat_interleave(every)[::every] for row in values]
+        out = rows[alias] if alias < len(rows) else rows[0].new_empty(every * len(rows[0]))[::every]
+        assert out.is_contiguous() == (every == 1)
+        weighted_mean(rows, weights, out)
+        means.append(torch.where(out.isnan(), 0, out.contiguous().view(torch.int32)))
+    assert torch.equal(*means)
 
 
 @settings(max_examples=500, deadline=None)

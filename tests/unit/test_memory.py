@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.decoder import Decoder
 from xffl.errors import ConfigError
-from xffl.parallel.pipeline import split_model
+from xffl.parallel.axes.pipeline import split_model
 from xffl.planning import mesh_figure, mesh_text, rank_memory, step_traffic
 from xffl.planning.memory import Amount, ModelSize, TrainingSize, form_of, share_of, total_bytes
 from xffl.planning.mesh import MESH_AXES, Grid

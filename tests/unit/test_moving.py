@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from xffl.distributed.sharding import bytes_of, from_bytes
+from xffl.distributed.values.sharding import bytes_of, from_bytes
 from xffl.parallel.strategy import to_device
 from xffl.training.models.weights import _checksum
 

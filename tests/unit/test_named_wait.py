@@ -8,6 +8,10 @@ import weakref
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+import torch.distributed as dist
+
+from xffl.distributed.failures import world_store
 from xffl.distributed.failures.waits import NamedWait
 
 
@@ -49,3 +53,17 @@ def test_a_wait_that_is_over_holds_nothing_of_its_callers() -> None:
         assert [ref() for ref in refs] == [None, None]
     finally:
         gc.enable()
+
+
+def test_a_wait_that_was_given_up_keeps_no_later_one_from_being_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    monkeypatch.setattr(world_store, "clone_store", lambda _: store)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    note = world_store.WaitingNote("a call", " at a line")
+    for _ in range(2):
+        notes = world_store.WaitingNotes(None)
+        notes.write(note)
+        assert notes.become_speaker() and notes.count_alike() == 0
+        notes.leave_call()
+        assert store.check(["xffl_waits/all/0"])  # that it had come stays

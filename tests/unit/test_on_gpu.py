@@ -24,7 +24,7 @@ from xffl.cluster.environment import detect_environment
 from xffl.cluster.network import Timeouts
 from xffl.distributed import session
 from xffl.distributed.distributed_state import DistributedState
-from xffl.distributed.norms import norms_of
+from xffl.distributed.values.norms import norms_of
 from xffl.errors import LaunchError, RoundError
 from xffl.parallel.native import LossScale
 

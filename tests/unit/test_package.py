@@ -365,7 +365,7 @@ READ_WITHOUT_LIMIT = {
         "deepspeed: masters.read()",
         "first_model: masters.read()",
         "exports: self.read()",
-        "zero_view: self.read()",
+        "view: self.read()",
         "workflow: asked.plan.read()",
         "torch_pair: sys.stdin.readline()",  # from the process that has started this one
     },

@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import xffl
 from tests.worlds import fake_world
 from xffl.distributed import DistributedState
-from xffl.distributed.cell_world import CellWorld
 from xffl.distributed.distributed_state import set_cell_world
 from xffl.distributed.parameters import DeviceParameters
+from xffl.distributed.several_worlds.cell_world import CellWorld
 from xffl.errors import ConfigError, StateError, TopologyError
 from xffl.topology import DataPlace, Topology
 from xffl.training.data.first_samples import FirstSamples, difference, digest_of

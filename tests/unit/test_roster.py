@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from tests.journal_records import next_round
-from xffl.elastic.roster import CellRecord, Epoch, form_epoch, least_cells
+from xffl.cluster.runtimes import Runtime
+from xffl.elastic.roster import CellRecord, Epoch, form_epoch, is_life, least_cells
 from xffl.errors import CheckpointError, ConfigError
 from xffl.journal.records import (
     ForgetRecord,
@@ -198,8 +199,10 @@ def test_records_travel_as_text_and_must_go_together() -> None:
     first = run.add_round(0, 1, 2)
     told = run.record(1, first, gone=(2,), group="5.17/2", told='{"a": 1}')
     assert CellRecord.from_plain(told.to_plain()) == told
-    alone = run.record(1)
+    alone = replace(run.record(1), runtime=Runtime(processor="a GPU", torch="2.13.0"))
     assert CellRecord.from_plain(alone.to_plain()) == alone
+    older = alone.to_plain() | {"runtime": {"torch": "2.13.0"}}  # of a version that tells less of itself
+    assert CellRecord.from_plain(older).runtime == Runtime(torch="2.13.0")
     with pytest.raises(ConfigError, match=r"different numbers of cells \(cell 0: 3, cell 1: 4\)"):
         run.meet(run.record(0), replace(run.record(1), cells=4))
     with pytest.raises(ConfigError, match="^new of the record of cell 1 is unknown; .*run one version of xffl in all"):
@@ -211,6 +214,14 @@ def test_records_travel_as_text_and_must_go_together() -> None:
         CellRecord.from_plain({"cell": 1, "format": 9, "runtime": {"xffl": "9.1"}, "new": 1})
     with pytest.raises(ConfigError, match=r"^the exchange format of cell 1 is unknown, that of this cell is \d "):
         CellRecord.from_plain({"cell": 1})
+
+
+@pytest.mark.parametrize(
+    ("life", "is_one"), [(f"2.{start_of(2)}", True), (f"3.{start_of(3)}", False), ("2", False), ("x.8f0c", False)]
+)
+def test_who_has_not_proved_itself_may_be_anything(life: str, is_one: bool) -> None:
+    """Those of this run are waited for; others, such as torchft's own members, are not."""
+    assert is_life(life, CELLS) == is_one
 
 
 def test_a_newcomer_with_other_settings_ends_no_run() -> None:

@@ -186,6 +186,26 @@ def test_what_a_rank_itself_prints_again_is_shown() -> None:
     assert out.getvalue() == b"---\na\n---\n[2 other ranks, 3 times] ---\n---\n"
 
 
+def test_tracebacks_of_many_ranks_are_not_torn_and_shown_once() -> None:
+    now, out = [0.0], io.BytesIO()
+    lines = ManyRanks(out, lambda: now[0])
+    block = (
+        b"[rank0]: Traceback (most recent call last):\n",
+        b'[rank0]:   File "a.py", line 3\n',
+        b"[rank0]: ValueError\n",
+    )
+    for line in block:  # all ranks print in step
+        for rank in range(80):
+            lines.write(rank, b"[rank %d] " % rank, line.replace(b"rank0", b"rank%d" % rank))
+    for line in (block[0], b"  indented\n", b"ValueError: two\n", b"later\n"):
+        lines.write(3, b"[rank 3] ", line)
+    lines.write(4, b"[rank 4] ", block[0])  # it never ends
+    lines.end()
+    first = b"".join(b"[rank 0] " + line for line in block)
+    other = b"".join(b"[rank 3] " + line for line in (block[0], b"  indented\n", b"ValueError: two\n", b"later\n"))
+    assert out.getvalue() == first + other + b"[rank 4] " + block[0] + b"[79 other ranks] [rank0]: ValueError\n"
+
+
 def test_ranks_of_one_number_in_several_elastic_cells_are_several() -> None:
     out = io.BytesIO()
     lines = ManyRanks(out, lambda: 0.0)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tests.worlds import fake_world
 from xffl.distributed import DistributedState
-from xffl.distributed.consistency import ranks_text
+from xffl.distributed.agreement.consistency import ranks_text
 from xffl.distributed.distributed_state import create_device_mesh
 from xffl.errors import ConfigError, StateError, TopologyError
 

@@ -29,7 +29,7 @@ from xffl.checkpoint.torch_files import load_archive
 from xffl.cluster.run_token import token_of
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.replicas.plain_values import from_plain
-from xffl.distributed.sharding import dtype_of
+from xffl.distributed.values.sharding import dtype_of
 from xffl.errors import CheckpointError, XfflError
 from xffl.files import read_bytes, read_sealed, read_text, sealed_json
 from xffl.training.loggers import LineFile, cut_lines

@@ -18,6 +18,7 @@ from xffl.aggregation.algorithms.server import ServerOptimizer
 from xffl.aggregation.algorithms.server_rules import ServerRule
 from xffl.aggregation.arithmetic import flushes_subnormals
 from xffl.aggregation.compression import Codec
+from xffl.aggregation.engine.alike.equal_cells import find_unequal
 from xffl.aggregation.engine.buffers import ModelCopy, TensorWatch
 from xffl.aggregation.engine.decision.consensus import (
     AgreedRound,
@@ -33,7 +34,6 @@ from xffl.aggregation.engine.decision.inconsistent import (
     without_wrappers,
 )
 from xffl.aggregation.engine.decision.inconsistent_model import mark_inconsistent
-from xffl.aggregation.engine.equal_cells import find_unequal
 from xffl.aggregation.engine.exchange import Exchange, RoundRun
 from xffl.aggregation.engine.global_model import GlobalModel
 from xffl.aggregation.engine.global_state import load_memory, save_memory, share_global_model
@@ -53,12 +53,12 @@ from xffl.aggregation.engine.stages.order import in_order
 from xffl.aggregation.engine.stages.privacy import Protection
 from xffl.aggregation.engine.streams import GpuProfile, StreamWork, stream_of
 from xffl.aggregation.engine.votes import MergeMode, RoundStatus
-from xffl.aggregation.engine.weight_keepers import read_weights
+from xffl.aggregation.engine.weights.weight_keepers import read_weights
 from xffl.aggregation.options import DEFAULT_BUCKET_BYTES, Options, check_merge, refuse_removed
 from xffl.aggregation.pending import Background, PendingRound
 from xffl.aggregation.privacy import Accountant, Privacy, SecureSum
 from xffl.aggregation.report import RoundProfile, RoundReport
-from xffl.distributed.consistency import barrier
+from xffl.distributed.agreement.consistency import barrier
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import destroy_group
 from xffl.errors import ConfigError, RoundError, StateError, TornError, XfflError
@@ -191,7 +191,7 @@ class Aggregator:
 
         ranks: DistributedState | RoundScope = state
         if isinstance(state, DistributedState) and state.isolated is not None:
-            from xffl.aggregation.engine.isolated_scope import open_scope
+            from xffl.aggregation.engine.several_worlds.isolated_scope import open_scope
 
             ranks = open_scope(state, state.isolated, overlaps=bool(overlap))
         compared = compare_models(model, ranks, read, is_reduced_by_caller=gradients_reduced_by_caller)

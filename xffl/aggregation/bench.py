@@ -23,7 +23,7 @@ from xffl.aggregation.engine.transport import start_moves
 from xffl.aggregation.report import RoundReport
 from xffl.checks import integer_fields, number
 from xffl.cluster.hardware import describe_host
-from xffl.distributed.consistency import (
+from xffl.distributed.agreement.consistency import (
     barrier,
     compute_device,
     ranks_text,
@@ -32,7 +32,7 @@ from xffl.distributed.consistency import (
     transfer_device,
 )
 from xffl.distributed.distributed_state import DistributedState
-from xffl.distributed.sharding import local_tensor
+from xffl.distributed.values.sharding import local_tensor
 from xffl.errors import ConfigError
 from xffl.parallel.spread import shard
 from xffl.topology import Topology

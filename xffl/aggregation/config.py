@@ -14,16 +14,16 @@ from xffl.aggregation.aggregator import Aggregator
 from xffl.aggregation.algorithms import registry
 from xffl.aggregation.algorithms.clients import Client, set_up
 from xffl.aggregation.algorithms.every_steps import EverySteps, Schedule, schedule_of
-from xffl.aggregation.engine.weight_keepers import may_be_cut
+from xffl.aggregation.engine.weights.weight_keepers import may_be_cut
 from xffl.aggregation.federations.hierarchical import Levels, read_levels
 from xffl.aggregation.options import REMOVED, check_merge, refuse_removed
 from xffl.aggregation.steps.step_observers import are_plain
 from xffl.aggregation.steps.wrapped_optimizers import unwrap
 from xffl.checks import integer, one_of
-from xffl.distributed.sharding import sharded_parameters
+from xffl.distributed.values.sharding import sharded_parameters
 from xffl.errors import ConfigError
 from xffl.naming import Writer
-from xffl.parallel.zero_mark import is_cut
+from xffl.parallel.zero.mark import is_cut
 
 __all__ = [
     "RoundArguments",

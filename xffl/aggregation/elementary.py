@@ -37,7 +37,7 @@ _EXACT = frozenset(" ".join((_CHOICES, _COPIES, _VIEWS)).split())
 _INSTEAD = {
     "sqrt": "fp32 roots come from a vector library: take xffl.aggregation.arithmetic.square_root",
     "rsqrt": "take xffl.aggregation.arithmetic.square_root, and divide",
-    "pow": "write it as products; a power of a number is xffl.aggregation.arithmetic.power",
+    "pow": "write it as products; a power of a number is xffl.aggregation.algorithms.server_rules.power",
     "square": "write it as x * x",
     "reciprocal": "divide a tensor of ones by it",
     "sort": "stable=True leaves zeros of both signs in their order",

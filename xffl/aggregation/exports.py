@@ -38,9 +38,9 @@ from xffl.checkpoint.save import save_checkpoint
 from xffl.checkpoint.tables import read_counts
 from xffl.checks import integer, shown
 from xffl.costs import EXPORT_FORMAT, format_refusal
-from xffl.distributed.consistency import run_on_all_ranks
+from xffl.distributed.agreement.consistency import run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
-from xffl.distributed.sharding import bytes_of, dtype_of, from_bytes, local_tensor
+from xffl.distributed.values.sharding import bytes_of, dtype_of, from_bytes, local_tensor
 from xffl.errors import CheckpointError, ConfigError
 from xffl.naming import Writer
 from xffl.reading import Fields

@@ -35,7 +35,7 @@ from xffl.aggregation.steps.weight_copies import CopyWatch, tell_swaps
 from xffl.aggregation.steps.wrapped_optimizers import StepHook, steps_may_nest
 from xffl.checks import integer
 from xffl.compat.pytorch import is_in_backward
-from xffl.distributed.consistency import run_on_all_ranks
+from xffl.distributed.agreement.consistency import run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState, cell_world_of
 from xffl.errors import CheckpointError, ConfigError, StateError, XfflError
 

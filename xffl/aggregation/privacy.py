@@ -30,8 +30,8 @@ import torch
 
 from xffl.aggregation.arithmetic import CHUNK, piece_length
 from xffl.checks import integer, number, one_of, shown
+from xffl.distributed.agreement.consistency import control_device, run_on_all_ranks
 from xffl.distributed.collectives import Group, all_gather_json
-from xffl.distributed.consistency import control_device, run_on_all_ranks
 from xffl.errors import CheckpointError, ConfigError, RoundError, StateError
 from xffl.extras import optional_import
 from xffl.reading import Fields

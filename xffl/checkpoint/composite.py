@@ -26,8 +26,8 @@ from torch.distributed.tensor import DTensor
 from xffl.checkpoint.tables import read_counts
 from xffl.checks import shown
 from xffl.distributed.replicas.plain_values import Plain, from_plain, tensors_named, to_plain
-from xffl.distributed.sharding import bytes_of, dtype_of
-from xffl.distributed.spread_like import spread_as, spread_whole
+from xffl.distributed.values.sharding import bytes_of, dtype_of
+from xffl.distributed.values.spread_like import spread_as, spread_whole
 from xffl.errors import CheckpointError, ConfigError
 
 __all__ = ["Box", "box_of", "copy_inner", "is_composite", "read_boxes", "restore", "take_apart"]

@@ -28,7 +28,7 @@ from xffl.checkpoint.tables import FileEntry
 from xffl.checkpoint.torch_files import load_archive
 from xffl.checks import shown
 from xffl.distributed.replicas.plain_values import Plain, from_plain, tensors_named, to_plain
-from xffl.distributed.sharding import local_tensor, sharded_parameters
+from xffl.distributed.values.sharding import local_tensor, sharded_parameters
 from xffl.errors import CheckpointError, ConfigError
 from xffl.files import create, naming_errors, sync
 from xffl.json_text import parse_json

@@ -44,11 +44,11 @@ from xffl.checkpoint.removal import discard, sweep
 from xffl.checkpoint.tables import FileEntry, StoredTensor, read_files, read_tensors
 from xffl.checkpoint.torch_files import FileSlice, check_archive, load_archive
 from xffl.checks import shown
+from xffl.distributed.agreement.consistency import run_on_all_ranks
 from xffl.distributed.collectives import Group
-from xffl.distributed.consistency import run_on_all_ranks
-from xffl.distributed.cross_world import CrossWorldGroup
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.replicas.plain_values import Plain
+from xffl.distributed.several_worlds.cross_world import CrossWorldGroup
 from xffl.errors import CheckpointError, ConfigError, StateError, XfflError
 from xffl.files import (
     TEXT_FILE_LIMIT,

@@ -27,11 +27,11 @@ from xffl.checkpoint.composite import Box
 from xffl.checkpoint.contents import Contents, Part
 from xffl.checkpoint.format import Cell, CellIndex, CellReader, OpenCheckpoint, Record, read_again_if_replaced
 from xffl.checkpoint.generators import RandomState
-from xffl.distributed.consistency import check_consistent, ranks_text
+from xffl.distributed.agreement.consistency import check_consistent, ranks_text
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.replicas.plain_values import from_plain, tensors_named
-from xffl.distributed.sharding import bytes_of, sharded_parameters
-from xffl.distributed.spread_like import load_optimizer, spread_whole
+from xffl.distributed.values.sharding import bytes_of, sharded_parameters
+from xffl.distributed.values.spread_like import load_optimizer, spread_whole
 from xffl.errors import CheckpointError, ConfigError, ReplacedError, XfflError
 
 __all__ = ["compare_cells", "load_checkpoint"]

@@ -44,15 +44,15 @@ from xffl.checkpoint.contents import (
 )
 from xffl.checkpoint.format import Cell, CellWriter, Record
 from xffl.checkpoint.tables import FileEntry
+from xffl.distributed.agreement.consistency import barrier, run_on_all_ranks
+from xffl.distributed.agreement.differences import difference_of
 from xffl.distributed.collectives import Group
-from xffl.distributed.consistency import barrier, run_on_all_ranks
-from xffl.distributed.cross_world import CrossWorldGroup
-from xffl.distributed.differences import difference_of
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import destroy_group, new_group
-from xffl.distributed.job_ranks import join_job
 from xffl.distributed.replicas.plain_values import Plain, to_plain
-from xffl.distributed.sharding import bytes_of
+from xffl.distributed.several_worlds.cross_world import CrossWorldGroup
+from xffl.distributed.several_worlds.job_ranks import join_job
+from xffl.distributed.values.sharding import bytes_of
 from xffl.errors import CheckpointError, ConfigError, StateError, XfflError
 from xffl.files import make_folders
 

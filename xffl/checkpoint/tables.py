@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from xffl.checks import shown
-from xffl.distributed.sharding import dtype_of
+from xffl.distributed.values.sharding import dtype_of
 
 __all__ = ["Chunk", "FileEntry", "StoredTensor", "read_counts", "read_files", "read_tensors"]
 

@@ -13,7 +13,7 @@ from xffl.cluster.environment import complete_federation, is_lone_cell_requested
 from xffl.cluster.network import Timeouts, host_identity
 from xffl.cluster.recognition.find import find_launcher
 from xffl.cluster.sizes import Federation, read_federation, read_replica_size
-from xffl.distributed.consistency import gather_objects, run_on_all_ranks
+from xffl.distributed.agreement.consistency import gather_objects, run_on_all_ranks
 from xffl.distributed.distributed_state import DEFAULT_TIMEOUT_S, DistributedState, make_state
 from xffl.distributed.groups import check_device
 from xffl.distributed.parameters import ElasticParameters

@@ -1,8 +1,8 @@
 """Collectives over a group of this world, or over a group whose ranks belong to several worlds.
 
 torch.distributed's own functions know the groups of one world. Where cells are jobs of their own, the ranks that meet
-for rounds are those of several: :class:`~xffl.distributed.cross_world.CrossWorldGroup` joins them, and the functions
-here take both kinds of groups.
+for rounds are those of several: :class:`~xffl.distributed.several_worlds.cross_world.CrossWorldGroup` joins them, and
+the functions here take both kinds of groups.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
-from xffl.distributed.cross_world import CrossWorldGroup
+from xffl.distributed.several_worlds.cross_world import CrossWorldGroup
 from xffl.errors import RoundError
 from xffl.json_text import JSON_LIMIT, parse_json
 

@@ -25,8 +25,7 @@ from xffl.cluster.environment import checks_world
 from xffl.cluster.network import Timeouts
 from xffl.cluster.sizes import read_federation, read_replica_size
 from xffl.distributed.activity import RunActivity
-from xffl.distributed.cell_world import CellWorld
-from xffl.distributed.consistency import run_on_all_ranks
+from xffl.distributed.agreement.consistency import run_on_all_ranks
 from xffl.distributed.groups import (
     ALL_KINDS,
     cell_mesh,
@@ -39,15 +38,16 @@ from xffl.distributed.groups import (
     new_group,
     with_host_side,
 )
+from xffl.distributed.several_worlds.cell_world import CellWorld
 from xffl.distributed.state_text import state_text
 from xffl.errors import ConfigError, StateError, TopologyError
 from xffl.topology import DataPlace, Topology
 
 if TYPE_CHECKING:
-    from xffl.distributed.cross_world import CrossWorldGroup
     from xffl.distributed.failures.world_check import WorldCheck
-    from xffl.distributed.isolated_cell import IsolatedCell
     from xffl.distributed.parameters import ElasticParameters
+    from xffl.distributed.several_worlds.cross_world import CrossWorldGroup
+    from xffl.distributed.several_worlds.isolated_cell import IsolatedCell
     from xffl.journal.cell import CellJournal
 
 __all__ = ["DEFAULT_TIMEOUT_S", "DistributedState", "create_device_mesh", "logger"]

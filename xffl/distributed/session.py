@@ -29,7 +29,7 @@ from xffl.cluster.environment import (
 from xffl.cluster.hardware import pick_gpu
 from xffl.cluster.network import Timeouts, keep_gloo_local, release_gloo, use_interface
 from xffl.cluster.sizes import Federation, read_federation, read_replica_size
-from xffl.distributed.consistency import barrier, gather_runtimes, run_on_all_ranks
+from xffl.distributed.agreement.consistency import barrier, gather_runtimes, run_on_all_ranks
 from xffl.distributed.distributed_state import (
     DEFAULT_TIMEOUT_S,
     DistributedState,
@@ -320,7 +320,7 @@ def _compare_runtimes(state: DistributedState) -> None:
     """Let rank 0 write what the cells run, where something differs; collective over the world."""
     runtimes = gather_runtimes(state)
     if state.rank == 0 and len(runtimes) > 1:
-        from xffl.distributed.differences import holders_text, tell_runtimes
+        from xffl.distributed.agreement.differences import holders_text, tell_runtimes
 
         tell_runtimes([(holders_text(ranks, state.topology.sizes), one) for one, ranks in runtimes.items()])
 

@@ -22,12 +22,11 @@ from torch.distributed.tensor import DTensor, parallel
 from xffl.checks import one_of
 from xffl.cluster.environment import complete_federation, is_isolated, is_lone_cell_requested, sources_named
 from xffl.cluster.sizes import Federation, read_federation
+from xffl.distributed.agreement.consistency import barrier, compute_device, message_device, run_on_all_ranks
 from xffl.distributed.cell_meshes import CellMeshes, ParallelDims, make_cell_meshes
-from xffl.distributed.consistency import barrier, compute_device, message_device, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState, place_of, take_off_setups
 from xffl.distributed.failures.uncaught import note_end
 from xffl.distributed.groups import destroy_group
-from xffl.distributed.norms import total_norm
 from xffl.distributed.parameters import AXES, DTYPES, JOINED, DeviceParameters, MeshSizes
 from xffl.distributed.session import (
     cleanup_distributed_process_group,
@@ -35,8 +34,9 @@ from xffl.distributed.session import (
     setup_distributed_process_group,
     waits_when_destroyed,
 )
-from xffl.distributed.sharding import local_tensor
 from xffl.distributed.startup.hosts_of_ranks import find_sizes
+from xffl.distributed.values.norms import total_norm
+from xffl.distributed.values.sharding import local_tensor
 from xffl.errors import ConfigError, StateError
 from xffl.topology import Topology
 

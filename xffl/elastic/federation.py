@@ -27,12 +27,12 @@ from xffl.cluster.lighthouse.address import bind_address, resolve_lighthouse
 from xffl.cluster.lighthouse.timeouts import CELL_HEARTBEAT_TIMEOUT_S, CELL_JOIN_TIMEOUT_S
 from xffl.cluster.run_token import PROOF_KEY, prove_token, token_of
 from xffl.cluster.runtimes import Runtime, group_by_runtime
-from xffl.distributed.consistency import compute_device, control_device, own_runtime, run_on_all_ranks
-from xffl.distributed.cross_world import CrossWorldGroup
-from xffl.distributed.differences import tell_runtimes
+from xffl.distributed.agreement.consistency import compute_device, control_device, own_runtime, run_on_all_ranks
+from xffl.distributed.agreement.differences import tell_runtimes
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.failures.faults import inject, is_planned
 from xffl.distributed.failures.faulty_group import FaultyGroup
+from xffl.distributed.several_worlds.cross_world import CrossWorldGroup
 from xffl.distributed.startup.stores import serve_store
 from xffl.elastic.answers import Answers, ask_store, knock
 from xffl.elastic.arrivals import Arrivals, may_still_come

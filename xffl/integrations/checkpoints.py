@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,9 +17,9 @@ from typing import Any, Protocol
 import torch
 
 from xffl.checkpoint.torch_files import load_archive
-from xffl.distributed.cell_notes import CellNotes
-from xffl.distributed.consistency import gather_objects, run_on_all_ranks
+from xffl.distributed.agreement.consistency import gather_objects, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
+from xffl.distributed.several_worlds.cell_notes import CellNotes
 from xffl.errors import CheckpointError, ConfigError
 from xffl.files import make_folders, open_regular, read_fields, remove_file, sync, write_whole, written_whole
 from xffl.topology import cells_text
@@ -60,7 +60,10 @@ class CheckpointFiles(Protocol):
         """Return the checkpoints, of whole ones by step, that the user does not want to keep."""
 
     def remove(self, folder: Path) -> None:
-        """Remove the checkpoint with this folder."""
+        """Remove the checkpoint with this folder, so that a kill on the way leaves none that counts as whole."""
+
+    def finish_removals(self) -> None:
+        """Remove what a process has left that was killed while it removed a checkpoint."""
 
 
 class CellCheckpoints:
@@ -88,6 +91,8 @@ class CellCheckpoints:
         """
         with run_on_all_ranks("checkpoints of this cell") as share:
             share(starts_over)
+            if self._state.cell_rank == 0:
+                self._files.finish_removals()
             whole = [] if starts_over or self._state.cell_rank else self._find_whole()
         whole = gather_objects(whole)[0]
         self._notes.write("arguments", arguments)
@@ -111,10 +116,10 @@ class CellCheckpoints:
         chosen = [checkpoint for checkpoint in whole if checkpoint.meetings == common]
         resumed = chosen[-1] if chosen else None
         if self._state.cell_rank == 0:
-            last = -1 if resumed is None else resumed.step
-            self._unmark({checkpoint.folder for checkpoint in whole if checkpoint.step <= last})
+            earlier = [] if resumed is None else whole[: whole.index(resumed) + 1]
+            self._unmark({checkpoint.folder for checkpoint in earlier})
             # What the others remove from now on depends on what is left here.
-            self._tell([checkpoint for checkpoint in whole if checkpoint.step <= last])
+            self._tell(earlier)
         return resumed
 
     def is_whole(self, folder: Path) -> bool:
@@ -147,6 +152,16 @@ class CellCheckpoints:
                 make_folders(folder)
                 remove_file(folder / MARKER)
 
+    def put_aside(self, folder: Path, find_name: Callable[[Path], Path]) -> None:
+        """Give a whole checkpoint another name, where one of the same step is to be written; collective over the cell.
+
+        :param folder: The folder of the marker, which need not be there.
+        :param find_name: Returns a free path that it may have.
+        """
+        with run_on_all_ranks("folder of a checkpoint", kinds=(OSError,), convert=_unwritten):
+            if self._state.cell_rank == 0 and self.is_whole(folder):
+                folder.rename(find_name(folder))
+
     def save(self, folder: Path, step: int, meetings: int, rounds: Any) -> None:
         """Make a checkpoint whole, and remove old ones; collective over the cell, after the framework's save.
 
@@ -173,14 +188,13 @@ class CellCheckpoints:
             return
         for checkpoint in self._files.find_surplus(self._find_whole()):
             if checkpoint.meetings < common:
-                remove_file(checkpoint.folder / MARKER)
                 self._files.remove(checkpoint.folder)
 
     def _name_of_state(self) -> str:
         return f"xffl_rounds_{self._state.cell_rank}.pt"
 
     def _find_whole(self) -> list[WholeCheckpoint]:
-        """Return the cell's whole checkpoints, by step."""
+        """Return the cell's whole checkpoints, by step, those of one step by rounds."""
         whole = []
         for folder in self._files.folders():
             if not self.is_whole(folder):
@@ -194,7 +208,7 @@ class CellCheckpoints:
                     f"{place[1]} of {place[0]} with {place[2]} ranks; start with the same cells, or with another folder"
                 )
             whole.append(WholeCheckpoint(folder, fields.integer("step"), fields.integer("meetings")))
-        return sorted(whole, key=lambda checkpoint: checkpoint.step)
+        return sorted(whole, key=lambda checkpoint: (checkpoint.step, checkpoint.meetings))
 
     def _mark(self, folder: Path, step: int, meetings: int) -> None:
         """Flush all files to the disk, then write the marker."""

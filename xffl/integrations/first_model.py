@@ -9,8 +9,8 @@ from torch import nn
 
 from xffl.aggregation.aggregator import Aggregator
 from xffl.distributed.distributed_state import DistributedState
-from xffl.distributed.sharding import local_tensor
-from xffl.parallel.zero_mark import find_masters
+from xffl.distributed.values.sharding import local_tensor
+from xffl.parallel.zero.mark import find_masters
 
 __all__ = ["take_model_of_first_cell", "weights_put_aside"]
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from xffl.distributed.cell_notes import CellNotes
-from xffl.distributed.consistency import gather_objects
+from xffl.distributed.agreement.consistency import gather_objects
 from xffl.distributed.distributed_state import DistributedState
-from xffl.distributed.sharding import local_tensor
+from xffl.distributed.several_worlds.cell_notes import CellNotes
+from xffl.distributed.values.sharding import local_tensor
 from xffl.errors import ConfigError
 
 __all__ = ["check_alike", "check_frozen"]

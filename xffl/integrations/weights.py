@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import inspect
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -11,13 +12,15 @@ from torch import nn
 from xffl.checks import number
 from xffl.errors import ConfigError
 
-__all__ = ["SHIFTING_LOSSES", "BatchCount", "find_count", "shifts_labels"]
+__all__ = ["SHIFTING_LOSSES", "BatchCount", "find_count", "label_names", "shifts_labels"]
 
 IGNORED = -100
 """The label of a token that the losses of transformers leave out"""
 
 SHIFTING_LOSSES = frozenset({"ForCausalLM", "ForConditionalGeneration", "CsmForConditionalGeneration"})
 """The ``loss_type`` of models of transformers whose loss compares each token with the label after it"""
+SHIFTING_CLASSES = ("LMHeadModel", "DoubleHeadsModel", "ForCausalImageModeling")
+"""How the names end of models of transformers that name no loss, and have that of causal models, as GPT2LMHeadModel"""
 
 
 class BatchCount(Protocol):
@@ -37,10 +40,12 @@ class TokenCount:
     """Counts labels that the loss takes in; the number stays on the device until somebody asks for it.
 
     :param is_shifted: Whether the model compares a token with the label after it, as causal models do.
+    :param names: Under which names the model takes labels.
     """
 
-    def __init__(self, *, is_shifted: bool) -> None:
+    def __init__(self, *, is_shifted: bool, names: Collection[str]) -> None:
         self._is_shifted = is_shifted
+        self._names = sorted({*names} - {"shift_labels"})
         self._before = 0.0
         self._tokens: torch.Tensor | None = None
 
@@ -49,9 +54,16 @@ class TokenCount:
 
         ``shift_labels``, as collators without padding make them, are shifted already. A single label of each row is
         the class, or the number, of the whole row. A batch of pairs, as TRL's DPOTrainer has it, has no labels: the
-        tokens of chosen and rejected completions count.
+        tokens of chosen and rejected completions count. Labels of several losses, as those of GPT2DoubleHeadsModel, are
+        refused: they may be of tokens, of rows, or of both.
         """
         named = batch if isinstance(batch, Mapping) else {}
+        several = " and ".join(name for name in self._names if named.get(name) is not None)
+        if " and " in several:
+            raise ConfigError(
+                f"weight='tokens' counts the labels of one loss, but a batch has {several}, each of a loss of its own; "
+                "give weight='samples', or a number as the weight"
+            )
         name = next((name for name in ("shift_labels", "labels", "completion_mask") if named.get(name) is not None), "")
         values = named.get(name)
         if not isinstance(values, torch.Tensor):
@@ -154,22 +166,39 @@ def shifts_labels(model: nn.Module) -> bool:
         loss = getattr(module, "loss_type", None)
         if isinstance(loss, str):
             return loss in SHIFTING_LOSSES
-        if name.endswith("LMHeadModel"):  # as GPT2LMHeadModel: it names no loss, and has that of causal models
+        if name.endswith(SHIFTING_CLASSES):
             return not name.endswith("WithLMHeadModel")
     return False
 
 
-def find_count(weight: str | float, cell_rank: int, *, is_shifted: bool = False) -> BatchCount:
+def label_names(model: nn.Module) -> frozenset[str]:
+    """Return the names under which a model, or one that it holds, takes labels.
+
+    :param model: The model, or what holds it.
+    :return: The names, such as ``labels`` and ``mc_labels``.
+    """
+    names: set[str] = set()
+    for kind in {type(module) for module in model.modules()}:
+        forward = getattr(kind, "forward", None)  # compiled scripts have none in their class
+        if callable(forward):
+            names.update(inspect.signature(forward).parameters)
+    return frozenset(name for name in names if name.endswith(("label", "labels")))
+
+
+def find_count(
+    weight: str | float, cell_rank: int, *, is_shifted: bool = False, names: Collection[str] = ()
+) -> BatchCount:
     """Return what counts as a user has asked for it.
 
     :param weight: ``tokens``, ``samples``, or a number above 0.
     :param cell_rank: This rank's number in its cell.
     :param is_shifted: Whether the model compares a token with the label after it.
+    :param names: Under which names the model takes labels.
     :return: A counter of this rank.
     :raises ConfigError: if it is something else.
     """
     if weight == "tokens":
-        return TokenCount(is_shifted=is_shifted)
+        return TokenCount(is_shifted=is_shifted, names=names)
     if weight == "samples":
         return SampleCount()
     if isinstance(weight, str):

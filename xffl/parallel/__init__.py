@@ -5,7 +5,7 @@ A script makes a ``DistributedStrategy`` (``strategy.py``) of a ``StrategyConfig
 the layers of this stage (``pipeline.py``) cut over ``tp`` (``tensor_parallel.py``), then FSDP2 or DDP over the rest of
 the mesh, and values for models on the meta device. In training, ``PipelineModel`` runs the stages with torch's
 schedules, and ``context_parallel.py`` lets attention see whole sequences. ``DeepSpeedStrategy`` (``deepspeed.py``)
-spreads by ZeRO; rounds see its master weights through ``zero_view.py``.
+spreads by ZeRO; rounds see its master weights through ``zero/view.py``.
 
 The names below are imported when they are first used.
 """
@@ -18,7 +18,6 @@ from xffl.lazy import lazy_names
 
 if TYPE_CHECKING:
     from xffl.parallel.config import DDPConfig, DistributedConfig, StrategyConfig, TrainingConfig, read_config
-    from xffl.parallel.deepspeed import DeepSpeedStrategy
     from xffl.parallel.native import (
         DDPStrategy,
         FSDPStrategy,
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     )
     from xffl.parallel.spread import shard
     from xffl.parallel.strategy import DistributedStrategy
+    from xffl.parallel.zero.deepspeed import DeepSpeedStrategy
 
 __all__ = [
     "STRATEGIES",

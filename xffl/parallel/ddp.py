@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-from xffl.distributed.consistency import compute_device
+from xffl.distributed.agreement.consistency import compute_device
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.world import DistributedWorld
 from xffl.parallel.config import DDPConfig, read_ddp

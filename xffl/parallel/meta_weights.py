@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from xffl.distributed.consistency import control_device
+from xffl.distributed.agreement.consistency import control_device
 from xffl.errors import ConfigError
 
 __all__ = ["check_initializers", "materialize"]

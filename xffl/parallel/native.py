@@ -13,16 +13,16 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from xffl.distributed.distributed_state import DistributedState
-from xffl.distributed.norms import alike, norms_of, values_of
 from xffl.distributed.parameters import DeviceParameters
-from xffl.distributed.sharding import local_tensor, sharded_parameters
+from xffl.distributed.values.norms import alike, norms_of, values_of
+from xffl.distributed.values.sharding import local_tensor, sharded_parameters
 from xffl.errors import ConfigError, StateError
-from xffl.parallel.context_parallel import context_parallel, give_positions
-from xffl.parallel.deepspeed import DeepSpeedStrategy
+from xffl.parallel.axes.context_parallel import context_parallel, give_positions
+from xffl.parallel.axes.pipeline import Loss, PipelineModel
 from xffl.parallel.meta_weights import Initializer
-from xffl.parallel.pipeline import Loss, PipelineModel
 from xffl.parallel.spread import SpreadOptions, spread
 from xffl.parallel.strategy import DistributedStrategy
+from xffl.parallel.zero.deepspeed import DeepSpeedStrategy
 
 __all__ = ["STRATEGIES", "DDPStrategy", "FSDPStrategy", "HSDPStrategy", "NativeStrategy", "SingleStrategy"]
 

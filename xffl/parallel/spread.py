@@ -18,7 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from xffl.compat.libc import return_large_blocks
-from xffl.distributed.consistency import (
+from xffl.distributed.agreement.consistency import (
     compute_device,
     connect,
     home_device,
@@ -26,7 +26,7 @@ from xffl.distributed.consistency import (
     transfer_device,
 )
 from xffl.distributed.distributed_state import DistributedState
-from xffl.distributed.sharding import bytes_of, from_bytes
+from xffl.distributed.values.sharding import bytes_of, from_bytes
 from xffl.errors import ConfigError, StateError, XfflError
 
 if TYPE_CHECKING:
@@ -126,11 +126,11 @@ def spread(
     # From the outermost cut inwards: stages drop layers, tensor parallelism cuts what is left of them, and FSDP2 or
     # DDP come last, since they take over the parameters as they are then.
     if world is not None and world.pp_enabled:
-        from xffl.parallel.pipeline import split_model
+        from xffl.parallel.axes.pipeline import split_model
 
         model = split_model(model, world.pp_rank, world.pp_size)
     if world is not None and world.tp_enabled:
-        from xffl.parallel.tensor_parallel import apply_tensor_parallel
+        from xffl.parallel.axes.tensor_parallel import apply_tensor_parallel
 
         sequence, loss = options.parameters.sequence_parallel, options.parameters.loss_parallel
         model = apply_tensor_parallel(model, world.get_mesh("tp"), sequence_parallel=sequence, loss_parallel=loss)

@@ -23,16 +23,16 @@ from xffl.checkpoint.format import Record, find_record
 from xffl.checkpoint.load import load_with_record
 from xffl.checkpoint.save import save_checkpoint
 from xffl.checks import one_of
-from xffl.distributed.consistency import run_on_all_ranks
+from xffl.distributed.agreement.consistency import run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.parameters import DeviceParameters
 from xffl.distributed.replicas.plain_values import from_plain
 from xffl.distributed.world import DistributedWorld
 from xffl.errors import ConfigError, StateError
+from xffl.parallel.axes.context_parallel import split_sequence
+from xffl.parallel.axes.pipeline import Loss
 from xffl.parallel.config import PRECISIONS, StrategyConfig, read_config
-from xffl.parallel.context_parallel import split_sequence
 from xffl.parallel.meta_weights import Initializer
-from xffl.parallel.pipeline import Loss
 
 __all__ = ["DistributedStrategy", "to_device"]
 

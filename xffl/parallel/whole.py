@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from xffl.compat.pytorch import call_at_end_of_backward
-from xffl.distributed.consistency import message_device
-from xffl.distributed.gradients import mark_reduced
+from xffl.distributed.agreement.consistency import message_device
+from xffl.distributed.values.gradients import mark_reduced
 from xffl.errors import ConfigError
 
 __all__ = ["WholeParameters"]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from xffl.checks import integer, number, one_of
-from xffl.costs import FORMS, IN_FLIGHT, STATUS_BYTES, form_of, pipeline_depth
+from xffl.costs import FORMS, IN_FLIGHT, MOST_IN_TABLES, form_of, pipeline_depth, vote_message_bytes
 from xffl.errors import ConfigError
 from xffl.topology import Topology
 
@@ -390,13 +390,16 @@ def _vote_seconds(topology: Topology, link: Link, home: Link, *, is_asked: bool)
     depth = largest.bit_length() - 1
     # Only the first step waits for its receiver: further down, the receivers were ready before the data came.
     latencies = home.latency_s * (2 * depth + bool(is_asked and depth))
-    ballots = 2 * depth * (largest + ranks)  # a parent has two children
+    # A parent has two children.
+    up = largest if ranks <= MOST_IN_TABLES else (largest - 1) / 2
+    ballots = 2 * depth * (vote_message_bytes(math.ceil(up), ranks) + vote_message_bytes(ranks, ranks))
     crossing = 0.0
     if cells > 1:
         crossing = link.latency_s * (2 if is_asked else 1)
         # As much as leaves the largest cell, or reaches the smallest.
-        crossing += link.seconds(STATUS_BYTES * max((cells - 1) * largest, ranks - min(topology.sizes)))
-    return latencies + home.seconds(STATUS_BYTES * ballots) + crossing
+        told = [vote_message_bytes(size, ranks) for size in topology.sizes]
+        crossing += link.seconds(max((cells - 1) * max(told), sum(told) - min(told)))
+    return latencies + home.seconds(ballots) + crossing
 
 
 def _check_delay(delay: int, every: int, *, atomic: bool) -> None:

@@ -12,7 +12,13 @@ import math
 from dataclasses import dataclass
 
 from xffl.compat import gloo_connections
-from xffl.costs import STATUS_BYTES, neighbours_of_barrier, neighbours_of_votes
+from xffl.costs import (
+    MOST_IN_TABLES,
+    neighbours_of_barrier,
+    neighbours_of_votes,
+    ranks_below,
+    vote_message_bytes,
+)
 from xffl.topology import Topology
 
 __all__ = [
@@ -42,8 +48,9 @@ STARTUP_ASSUMPTIONS = (
     "ranks meet at a store of rank 0 and connect over gloo; connections of NCCL and of training are left out",
     "a group of gloo with at most 256 ranks is a mesh: each rank reads what all others have stored; a larger one that "
     "runs collectives alone connects a rank with about two others for each doubling of its ranks",
-    "a vote goes up a binary tree in each cell, once between the cells' first ranks, and down again; its bytes are "
-    "192 for each rank in each message down, and for each rank of the cell in each message up",
+    "a vote goes up a binary tree in each cell, once between the cells' first ranks, and down again; up to "
+    f"{MOST_IN_TABLES} ranks a message has 192 bytes for each, above that what ranks say alike stands once; where each "
+    "rank gives a count of its own, 8 bytes a rank of the world come to it",
 )
 """What the numbers of :func:`forecast_startup` rest on."""
 
@@ -173,7 +180,12 @@ def vote_of_rank(topology: Topology, rank: int) -> tuple[int, int]:
     size = topology.sizes[cell]
     below = sum(child < size for child in (2 * place + 1, 2 * place + 2))
     above = topology.cells - 1 if place == 0 else 1
-    return below + above, STATUS_BYTES * (below * topology.world_size + above * size)
+    world = topology.world_size
+    told_above = size if place == 0 or world <= MOST_IN_TABLES else ranks_below(place, size)
+    return (
+        below + above,
+        below * vote_message_bytes(world, world) + above * vote_message_bytes(told_above, world),
+    )
 
 
 def forecast_startup(topology: Topology) -> StartupForecast:

@@ -22,9 +22,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from xffl.checks import group, one_of
-from xffl.distributed.consistency import compute_device, gather_objects, message_device, ranks_text
+from xffl.distributed.agreement.consistency import compute_device, gather_objects, message_device, ranks_text
 from xffl.distributed.distributed_state import DistributedState
-from xffl.distributed.sharding import bytes_of, from_bytes
+from xffl.distributed.values.sharding import bytes_of, from_bytes
 from xffl.errors import ConfigError
 from xffl.extras import optional_import
 from xffl.topology import Topology

@@ -27,10 +27,10 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from xffl.aggregation.rounds.hooks import LoopHooks
 from xffl.checkpoint.manager import CheckpointManager
 from xffl.cluster.launch.failure import ExitCode, note_failure
-from xffl.distributed.consistency import barrier, check_consistent, gather_objects, run_on_all_ranks
+from xffl.distributed.agreement.consistency import barrier, check_consistent, gather_objects, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.failures.world_store import clone_store
-from xffl.distributed.job_ranks import connect_job_store
+from xffl.distributed.several_worlds.job_ranks import connect_job_store
 from xffl.errors import MeetingLeft, StateError
 from xffl.training.callbacks.checkpoint import CheckpointCallback
 from xffl.training.callbacks.progress import ProgressCallback, ending_line, name_of

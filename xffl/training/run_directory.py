@@ -43,8 +43,8 @@ from xffl.checkpoint.manager import FOLDER, check_checkpoints, find_latest_check
 from xffl.checks import decimal, shown
 from xffl.cluster.hardware import describe_host
 from xffl.costs import EXCHANGE_FORMAT
-from xffl.distributed.consistency import gather_objects, gather_runtimes, run_on_all_ranks
-from xffl.distributed.differences import holders_text
+from xffl.distributed.agreement.consistency import gather_objects, gather_runtimes, run_on_all_ranks
+from xffl.distributed.agreement.differences import holders_text
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import ConfigError, XfflError
 from xffl.files import TEXT_FILE_LIMIT, make_folders, read_text, write_whole

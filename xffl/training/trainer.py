@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from xffl.aggregation.report import RoundReport
 from xffl.checkpoint.manager import auto_resume, find_latest_checkpoint
-from xffl.distributed.consistency import check_consistent
+from xffl.distributed.agreement.consistency import check_consistent
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.replicas.fault_tolerance import FaultTolerantWorld
 from xffl.errors import ConfigError, LaunchError, StateError

@@ -18,7 +18,7 @@ from tests.chaos.inputs.parsers_planning import words_of
 from tests.unit.test_run_report import run_files
 from xffl.aggregation.algorithms.registry import resolve_algorithm
 from xffl.aggregation.compression import codec_of
-from xffl.distributed.cell_notes import LoneNotes
+from xffl.distributed.several_worlds.cell_notes import LoneNotes
 from xffl.integrations.checkpoints import CellCheckpoints, WholeCheckpoint
 from xffl.integrations.transformers.trainer_files import TrainerFiles
 from xffl.naming import Writer

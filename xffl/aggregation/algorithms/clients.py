@@ -12,10 +12,10 @@ from torch.optim import SGD, Optimizer
 
 from xffl.aggregation.engine.planning.tensors import Manifest, Pattern
 from xffl.checks import number
-from xffl.distributed.consistency import run_on_all_ranks
-from xffl.distributed.sharding import local_tensor
+from xffl.distributed.agreement.consistency import run_on_all_ranks
+from xffl.distributed.values.sharding import local_tensor
 from xffl.errors import CheckpointError, ConfigError, XfflError
-from xffl.parallel.zero_mark import find_masters
+from xffl.parallel.zero.mark import find_masters
 
 __all__ = [
     "Client",

@@ -21,14 +21,29 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from xffl.aggregation.arithmetic import power, square_root
+from xffl.aggregation.arithmetic import square_root
 from xffl.checks import number, one_of
 from xffl.errors import ConfigError
 
-__all__ = ["RULES", "SGD", "Adagrad", "Adam", "AdamW", "Adaptive", "ServerRule"]
+__all__ = ["RULES", "SGD", "Adagrad", "Adam", "AdamW", "Adaptive", "ServerRule", "power"]
 
 State = dict[str, torch.Tensor]
 Numbers = dict[str, float]
+
+
+def power(base: float, exponent: int) -> float:
+    """Return ``base ** exponent`` by repeated products, for an exponent of 0 or more; pure.
+
+    ``math.pow`` is libm's, which differs between systems.
+    """
+    result = 1.0
+    square = base
+    while exponent:
+        if exponent & 1:
+            result *= square
+        square *= square
+        exponent >>= 1
+    return result
 
 
 @runtime_checkable

@@ -3,7 +3,7 @@
 Once, when an aggregator is made:
 
 - ``setup``: ranks are compared, and what each of them exchanges is planned.
-- ``arithmetic_check``: whether all ranks compute the same bits.
+- ``alike.arithmetic_check``: whether all ranks compute the same bits.
 - ``planning.tensors``: the model's tensors by name, their policies, and what each rank holds of them.
 - ``planning.coverage``: whether the ranks of a cell train one model: who reduces each parameter's gradient, over which
   ranks.
@@ -30,11 +30,13 @@ plain round has neither, and goes through none of these files:
 - ``stages``: the first round's comparison, codecs, masks, privacy, norms, the step of the global model; combiners that
   compare whole models; the model of one cell handed over to all.
 - ``stages.unequal_replicas``: which ranks of a cell differ, where a first round finds that some do.
-- ``rank_differences``: what is told where ranks have unequal models, or compute unequal values.
-- ``compared_at_once``: what ranks of new groups, between cells that are worlds of their own, compare in one message.
+- ``alike.rank_differences``: what is told where ranks have unequal models, or compute unequal values.
+- ``several_worlds.compared_at_once``: what ranks of new groups, between cells that are worlds of their own,
+  compare in one message.
 - ``holder_groups``: the groups of the ranks of a cell that hold the same elements, under a mesh inside the cells.
-- ``feature_arithmetic``: what combiners, server rules and codecs compute of the patterns on which ranks are compared.
-- ``equal_cells``: the comparison of cells that have to start from, or go on with, the same values.
+- ``alike.feature_arithmetic``: what combiners, server rules and codecs compute of the patterns on which ranks
+  are compared.
+- ``alike.equal_cells``: the comparison of cells that have to start from, or go on with, the same values.
 - ``planning.lone_coverage``: ``planning.coverage`` where a job is a single cell.
 - ``planning.ddp_parameters``: whose gradients DistributedDataParallel reduces.
 - ``planning.mesh_cut``: how cells cut a tensor that a mesh inside them shards.
@@ -47,7 +49,8 @@ plain round has neither, and goes through none of these files:
 - ``arena``: memory for new values that aggregators use one behind the other, where cells come and go.
 - ``gpu_memory``: buffers on both sides, where values cross in the host's memory beside a GPU.
 - ``streams``: the stream of a GPU that rounds work on, and how long it takes for them.
-- ``weight_keepers``: what FSDP2 and ZeRO keep beside the model's tensors, before a round reads and writes these.
+- ``weights.weight_keepers``: what FSDP2 and ZeRO keep beside the model's tensors, before a round reads and
+  writes these.
 - ``global_model``: the last agreed model, and the server rule that goes on from it.
 - ``global_state``: its state, brought to cells that are behind, and read from checkpoints.
 """

@@ -20,7 +20,7 @@ from xffl.aggregation.engine.planning.plan import Item
 from xffl.aggregation.engine.planning.tensors import Axis, ModelTensor, canonical_axis
 from xffl.aggregation.engine.planning.transfers import Bucket, Piece
 from xffl.compat.pytorch import memory_of
-from xffl.distributed.sharding import local_tensor
+from xffl.distributed.values.sharding import local_tensor
 from xffl.errors import ConfigError
 from xffl.topology import Coordinates
 
@@ -199,6 +199,8 @@ class Layout:
         if len(views) == 1 and device is not None:
             if views[0].data_ptr() != values.data_ptr():
                 views[0].copy_(values, non_blocking=is_behind)
+            else:
+                increment_version(views)  # what has changed it need not have been torch
         elif memory and values.device == device:
             copy_memory(self._cut(bucket, values, memory), memory)
             increment_version(views)  # so that autograd still finds out about what was saved for a backward pass

@@ -17,10 +17,10 @@ from xffl.aggregation.engine.stages.hand_over import SharedValues
 from xffl.aggregation.engine.stages.stage import RoundStage
 from xffl.aggregation.engine.transport import CrossCellTransport, Crossing, ExactValues
 from xffl.aggregation.report import RoundProfile
+from xffl.distributed.agreement.consistency import control_device, run_on_all_ranks
 from xffl.distributed.collectives import Group, all_reduce
-from xffl.distributed.consistency import control_device, run_on_all_ranks
-from xffl.distributed.cross_world import CrossWorldGroup
 from xffl.distributed.failures.faults import inject
+from xffl.distributed.several_worlds.cross_world import CrossWorldGroup
 from xffl.errors import CheckpointError
 
 __all__ = ["agree_on_steps", "load_memory", "save_memory", "share_global_model"]

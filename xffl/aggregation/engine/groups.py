@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from xffl.aggregation.engine.holder_groups import make_holder_groups
 from xffl.compat.gloo_connections import is_lazy
-from xffl.distributed.collectives import Group
-from xffl.distributed.consistency import (
+from xffl.distributed.agreement.consistency import (
     cell_gpu,
     connect,
     control_device,
@@ -22,10 +21,11 @@ from xffl.distributed.consistency import (
     sends_from_gpu,
     transfer_device,
 )
-from xffl.distributed.cross_world import CrossWorldGroup
+from xffl.distributed.collectives import Group
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import Create, Groups
 from xffl.distributed.round_groups import make_round_groups
+from xffl.distributed.several_worlds.cross_world import CrossWorldGroup
 from xffl.topology import Topology
 
 if TYPE_CHECKING:

@@ -12,9 +12,10 @@ from torch import nn
 
 from xffl.aggregation.algorithms.combiners import WeightedCombiner
 from xffl.aggregation.arithmetic import is_built_in
-from xffl.aggregation.engine.arithmetic_check import Arithmetic, compare_arithmetic, processor_number
+from xffl.aggregation.engine.alike.arithmetic_check import Arithmetic, compare_arithmetic, processor_number
+from xffl.aggregation.engine.alike.equal_cells import check_start
+from xffl.aggregation.engine.alike.rank_differences import FORMAT_LINE, describe_models
 from xffl.aggregation.engine.buffers import Copies, Layout
-from xffl.aggregation.engine.equal_cells import check_start
 from xffl.aggregation.engine.exchange import Exchange, Memory, Way
 from xffl.aggregation.engine.global_model import GlobalModel
 from xffl.aggregation.engine.gpu_memory import GpuMemory, HostCopies
@@ -34,7 +35,6 @@ from xffl.aggregation.engine.planning.tensors import (
     TensorInfo,
     gather_axes,
 )
-from xffl.aggregation.engine.rank_differences import FORMAT_LINE, describe_models
 from xffl.aggregation.engine.stages.agreed import AgreedModel
 from xffl.aggregation.engine.stages.clip import Clip
 from xffl.aggregation.engine.stages.codecs import Codecs
@@ -49,13 +49,13 @@ from xffl.aggregation.engine.transport import Link
 from xffl.aggregation.options import Options
 from xffl.aggregation.privacy import make_masker
 from xffl.costs import EXCHANGE_FORMAT
-from xffl.distributed.collectives import Group, all_reduce
-from xffl.distributed.consistency import (
+from xffl.distributed.agreement.consistency import (
     check_consistent,
     control_device,
     keep_error,
     run_on_all_ranks,
 )
+from xffl.distributed.collectives import Group, all_reduce
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import ConfigError, XfflError
 from xffl.topology import Topology

@@ -19,7 +19,7 @@ from xffl.aggregation.engine.planning.transfers import Bucket, BucketRun, Fragme
 from xffl.aggregation.report import RoundProfile
 from xffl.costs import MOST_IN_FLIGHT
 from xffl.distributed.collectives import Group
-from xffl.distributed.cross_world import WEIGHTS_TAG, CrossWorldGroup, Work
+from xffl.distributed.several_worlds.cross_world import WEIGHTS_TAG, CrossWorldGroup, Work
 
 __all__ = ["CrossCellTransport", "Crossing", "ExactValues", "Link", "Move", "Progress", "start_moves"]
 

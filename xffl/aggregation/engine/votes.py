@@ -9,7 +9,7 @@ import struct
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -17,10 +17,23 @@ from xffl.aggregation.engine.transport import Move, Progress, start_moves
 from xffl.compat.gloo_connections import is_lazy
 from xffl.costs import STATUS_BYTES
 from xffl.distributed.collectives import Group, group_size
-from xffl.distributed.cross_world import CrossWorldGroup
+from xffl.distributed.failures.waits import NamedWait
+from xffl.distributed.several_worlds.cross_world import CrossWorldGroup
 from xffl.topology import Topology
 
-__all__ = ["MOST_NUMBERS", "PACKED", "MergeMode", "RoundStatus", "Seal", "VotePhase", "VoteTree", "by_cell", "swap"]
+__all__ = [
+    "MOST_NUMBERS",
+    "PACKED",
+    "MergeMode",
+    "RoundStatus",
+    "Seal",
+    "VotePhase",
+    "VoteTree",
+    "Votes",
+    "by_cell",
+    "connect_tree",
+    "swap",
+]
 
 
 VOTE_TAG = 7_001
@@ -55,11 +68,11 @@ class MergeMode(IntEnum):
     KEEP_STEPS = 2  # result + (local - copy): the steps made meanwhile stay
 
 
-# The bytes do not depend on the machine; the padding leaves room for more fields at the same price.
+# The bytes do not depend on the machine; each number begins a word of eight bytes, as ballots.py needs it.
 MOST_NUMBERS = 8
 """Numbers of a server's step that a vote has room for."""
 
-_FIELDS = f"<3q5d8?3B2q?d{MOST_NUMBERS}d"
+_FIELDS = f"<3q5d8?3B5x2q?7xd{MOST_NUMBERS}d"
 PACKED = struct.Struct(f"{_FIELDS}{STATUS_BYTES - struct.calcsize(_FIELDS)}x")
 """A status as bytes: three integers, five numbers, eight flags, three enums, two integers, a flag, nine numbers."""
 
@@ -121,6 +134,17 @@ def by_cell(values: Sequence[float], topology: Topology, of: Callable[[Sequence[
     return tuple(folded)
 
 
+class Votes(Protocol):
+    """How all ranks learn what everybody says in a vote; see :class:`VoteTree`."""
+
+    def connect(self, group: Group | None) -> None:
+        """Open the connections of votes where a large group has those of collectives alone; collective."""
+
+    def gather(self, status: RoundStatus, group: Group | None, within_s: float) -> list[RoundStatus]:
+        """Give this rank's status and return everybody's, by rank; collective."""
+        ...
+
+
 class VoteTree:
     """The way of a vote: every rank gives a row of 192 bytes, and gets a table with the rows of all.
 
@@ -167,19 +191,9 @@ class VoteTree:
         Collective over ``group``, all ranks that vote; elsewhere nothing is done. A rank that is lost later is noticed
         at once, by connections that are open.
         """
-        if isinstance(group, CrossWorldGroup) or self._device.type == "cuda" or not is_lazy(group_size(group)):
-            return
-
-        def emptied(moves: Sequence[Move]) -> list[Move]:
-            return [(values.new_zeros(1), peer) for values, peer in moves]
-
-        # In the order of a vote, so that no rank waits for one that waits for it.
-        swap(emptied(self._from_below), [], group)
-        swap([], emptied(self._to_above), group)
-        if self._is_first:
-            swap(emptied(self._from_others), emptied(self._to_others), group)
-        swap(emptied(self._from_above), [], group)
-        swap([], emptied(self._to_below), group)
+        to_others = self._to_others if self._is_first else []
+        below, above, others = ([peer for _, peer in moves] for moves in (self._from_below, self._to_above, to_others))
+        connect_tree((below, above, others), group, self._device)
 
     def gather(self, status: RoundStatus, group: Group | None, within_s: float) -> list[RoundStatus]:
         """Give this rank's status and return everybody's, by rank; collective over ``group``, all ranks that vote.
@@ -204,6 +218,29 @@ class VoteTree:
     def cross(self, phase: VotePhase, receive: Sequence[Move], send: Sequence[Move], group: Group | None) -> None:
         """Swap the cells' parts of the table, as the first rank of a cell, with those of the others."""
         swap(receive, send, group)
+
+
+def connect_tree(
+    peers: tuple[Sequence[int], Sequence[int], Sequence[int]], group: Group | None, device: torch.device
+) -> None:
+    """Open the connections of votes where a large group over gloo has those of collectives alone; collective.
+
+    ``peers`` are the ranks below this one in the tree of its cell, that above it, and the first ranks of other cells.
+    """
+    if isinstance(group, CrossWorldGroup) or device.type == "cuda" or not is_lazy(group_size(group)):
+        return
+
+    def empty(peers: Sequence[int]) -> list[Move]:
+        return [(torch.zeros(1, dtype=torch.uint8), peer) for peer in peers]
+
+    below, above, others = peers
+    # In the order of a vote, so that no rank waits for one that waits for it.
+    with NamedWait("the connections of votes", group):
+        swap(empty(below), [], group)
+        swap([], empty(above), group)
+        swap(empty(others), empty(others), group)
+        swap(empty(above), [], group)
+        swap([], empty(below), group)
 
 
 def swap(receive: Sequence[Move], send: Sequence[Move], group: Group | None) -> None:

@@ -16,13 +16,20 @@ from collections.abc import Mapping
 import torch.distributed as dist
 from torch import nn
 
-from xffl.aggregation.engine.cell_groups import make_cell_groups
 from xffl.aggregation.engine.holder_groups import make_holder_groups
 from xffl.aggregation.engine.planning.replica_tensors import describe_rank_tensors, gather_replica_tensors
 from xffl.aggregation.engine.planning.tensors import Manifest, Pattern
-from xffl.aggregation.engine.weight_keepers import read_weights
+from xffl.aggregation.engine.several_worlds.cell_groups import make_cell_groups
+from xffl.aggregation.engine.weights.weight_keepers import read_weights
 from xffl.aggregation.federations.fixed_tensors import find_fixed
-from xffl.distributed.consistency import barrier, cell_gpu, connect, gather_objects, run_on_all_ranks, sends_from_gpu
+from xffl.distributed.agreement.consistency import (
+    barrier,
+    cell_gpu,
+    connect,
+    gather_objects,
+    run_on_all_ranks,
+    sends_from_gpu,
+)
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import Groups, destroy_group
 from xffl.errors import ConfigError

@@ -19,7 +19,6 @@ from torch import nn
 
 from xffl.aggregation.aggregator import Aggregator
 from xffl.aggregation.engine.arena import Arena
-from xffl.aggregation.engine.compared_at_once import ComparisonAtOnce
 from xffl.aggregation.engine.decision.consensus import RoundBroken, RoundInput
 from xffl.aggregation.engine.decision.elastic_votes import ElasticCoordinator, RoundInDoubt
 from xffl.aggregation.engine.global_model import GlobalModel
@@ -27,6 +26,7 @@ from xffl.aggregation.engine.global_state import agree_on_steps
 from xffl.aggregation.engine.groups import RoundScope
 from xffl.aggregation.engine.planning.lone_coverage import check_lone_cell
 from xffl.aggregation.engine.setup import make_copies
+from xffl.aggregation.engine.several_worlds.compared_at_once import ComparisonAtOnce
 from xffl.aggregation.engine.votes import Seal
 from xffl.aggregation.federations.cell_groups import CellGroups
 from xffl.aggregation.federations.fixed_tensors import FixedTensors, find_fixed
@@ -35,8 +35,8 @@ from xffl.aggregation.pending import PendingRound
 from xffl.aggregation.report import ElasticRoundReport, RoundReport
 from xffl.checks import shorten
 from xffl.compat.pytorch import is_out_of_memory
+from xffl.distributed.agreement.consistency import check_consistent, run_on_all_ranks
 from xffl.distributed.collectives import all_gather_json
-from xffl.distributed.consistency import check_consistent, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.failures.faults import inject, start_round
 from xffl.elastic.federation import ElasticFederation, RoundEnd

@@ -30,7 +30,7 @@ from xffl.aggregation.engine.planning.tensors import (
 )
 from xffl.aggregation.engine.votes import Seal
 from xffl.distributed.collectives import all_gather_json
-from xffl.distributed.sharding import local_tensor
+from xffl.distributed.values.sharding import local_tensor
 from xffl.errors import ConfigError
 
 __all__ = ["FixedTensors", "find_fixed"]

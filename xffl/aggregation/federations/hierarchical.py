@@ -25,7 +25,7 @@ from xffl.aggregation.engine.groups import RoundScope, make_creator
 from xffl.aggregation.pending import PendingRound
 from xffl.aggregation.report import RoundReport
 from xffl.checks import did_you_mean, integer
-from xffl.distributed.consistency import barrier, run_on_all_ranks
+from xffl.distributed.agreement.consistency import barrier, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import destroy_group, make_groups
 from xffl.errors import CheckpointError, ConfigError, StateError, XfflError

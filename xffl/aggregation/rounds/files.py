@@ -14,7 +14,7 @@ from xffl.aggregation.engine.planning.lone_coverage import check_lone_cell
 from xffl.aggregation.exports import RoundPlan, export_cell, load_agreed_global
 from xffl.aggregation.rounds.offer import Outcome, RoundOffer
 from xffl.cluster.over_files import read_over_files
-from xffl.distributed.consistency import run_on_all_ranks
+from xffl.distributed.agreement.consistency import run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import CheckpointError, ConfigError, RoundError, StateError
 

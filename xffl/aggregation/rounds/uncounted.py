@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from xffl.distributed.consistency import run_on_all_ranks, sum_of_bits
-from xffl.distributed.sharding import local_tensor, reshard
+from xffl.distributed.agreement.consistency import run_on_all_ranks, sum_of_bits
+from xffl.distributed.values.sharding import local_tensor, reshard
 from xffl.errors import StateError
 
 __all__ = ["CountingCheck", "digest_of"]

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from xffl.aggregation.steps.step_observers import StepObserver
 from xffl.compat.ddp import running_wrapper
-from xffl.distributed.consistency import ranks_text
+from xffl.distributed.agreement.consistency import ranks_text
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import ConfigError
 

@@ -18,7 +18,7 @@ import torch
 from torch.optim import Optimizer
 
 from xffl.aggregation.steps.step_observers import StepObserver
-from xffl.distributed.sharding import local_tensor
+from xffl.distributed.values.sharding import local_tensor
 
 __all__ = ["CopyWatch", "find_copies", "swaps_weights", "tell_swaps"]
 

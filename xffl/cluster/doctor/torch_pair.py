@@ -57,7 +57,7 @@ def main() -> None:
     cpu = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
     report = {
         "torch": torch.__version__,
-        # As xffl.distributed.consistency.own_runtime tells it in training.
+        # As xffl.distributed.agreement.consistency.own_runtime tells it in training.
         "cuda": torch.version.cuda or torch.version.hip or "none",
         "processor": str(torch.cuda.get_device_name(0)) if torch.cuda.is_available() else cpu,
         "import_s": import_s,

@@ -204,14 +204,20 @@ class _Step:
         def copy() -> None:
             assert stream is not None
             buffer, is_begun = LineBuffer(), False
+            whose: int | None = None  # whose line is begun
             lines = rank_lines(out, self._layout.topology.world_size)
+            poll = select.poll()  # unlike select, for descriptors above 1,023, too
+            poll.register(stream, select.POLLIN)
             while True:
-                if not select.select([stream], [], [], _TELL_S)[0]:
+                if not poll.poll(1000 * _TELL_S):
                     self._try(lines.tell, out)
                     continue
                 piece = os.read(stream.fileno(), _CHUNK_BYTES)
                 for line in buffer.feed(piece) if piece else filter(None, [buffer.flush()]):
-                    self._try(partial(self._show, lines, show, line, is_begun), out)
+                    if not is_begun:
+                        label = _LABEL.match(line) if self._is_labelled else None
+                        whose = None if label is None else int(label[1])
+                    self._try(partial(self._show, lines, show, line, whose, is_begun), out)
                     is_begun = not line.endswith(b"\n")
                 if not piece:
                     self._try(lines.end, out)
@@ -231,15 +237,18 @@ class _Step:
             self._trouble = self._trouble or error
 
     def _show(
-        self, lines: RankLines | ManyRanks, show: Callable[[bytes, bool], bytes], line: bytes, is_begun: bool
+        self,
+        lines: RankLines | ManyRanks,
+        show: Callable[[bytes, bool], bytes],
+        line: bytes,
+        rank: int | None,
+        is_begun: bool,
     ) -> None:
         shown = show(line, is_begun)
         if not shown or self._trouble is not None:
             return
-        label = _LABEL.match(line) if self._is_labelled and not is_begun else None
-        rank = None if label is None else int(label[1])
         prefix = b"" if rank is None else line_prefix(rank, self._layout.cell_of(rank))
-        if not shown.startswith(prefix):  # it was put together of several lines
+        if not shown.startswith(prefix):  # it goes on with a line, or was put together of several
             prefix = b""
         lines.write(rank, prefix, shown.removeprefix(prefix))
 

@@ -324,8 +324,9 @@ class _Job:
             except queue.Empty:
                 continue
             self._handle(self._connections[number], event)
-        for lines in self._lines.values():
+        for is_error, lines in self._lines.items():
             lines.end()
+            self._shown[is_error].flush()
         ended = self._watch.result()
         is_echo = isinstance(ended, RankFailure) and ended.record is not None and ended.record.lost_peer
         trouble = next(filter(None, (connection.trouble for connection in self._connections)), None)

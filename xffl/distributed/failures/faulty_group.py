@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from xffl.distributed.cross_world import WEIGHTS_TAG, CrossWorldGroup, Work
 from xffl.distributed.failures.faults import inject
+from xffl.distributed.several_worlds.cross_world import WEIGHTS_TAG, CrossWorldGroup, Work
 
 __all__ = ["FaultyGroup"]
 

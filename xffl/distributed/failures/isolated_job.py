@@ -6,8 +6,8 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from xffl.cluster.reaching import connection_error
 from xffl.distributed.failures.first_failure import JoinedWorld
-from xffl.distributed.isolated_cell import read_isolated_cell
-from xffl.distributed.job_ranks import connect_job_store
+from xffl.distributed.several_worlds.isolated_cell import read_isolated_cell
+from xffl.distributed.several_worlds.job_ranks import connect_job_store
 from xffl.topology import Topology
 
 __all__ = ["find_job"]

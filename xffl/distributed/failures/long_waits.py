@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from xffl.callers import find_caller
 from xffl.distributed.collectives import Group
-from xffl.distributed.cross_world import CrossWorldGroup
 from xffl.distributed.failures.world_store import WaitingNote, WaitingNotes
+from xffl.distributed.several_worlds.cross_world import CrossWorldGroup
 from xffl.topology import ranks_text
 
 __all__ = ["LongWait"]
@@ -63,7 +63,10 @@ class LongWait:
         if self._notes is None:
             return ""
         if is_given_up:
-            return self._describe_absent(self._notes)
+            absent = self._describe_absent(self._notes)
+            with suppress(RuntimeError):
+                self._notes.leave_call()
+            return absent
         with suppress(RuntimeError):
             self._notes.remove()
         return ""

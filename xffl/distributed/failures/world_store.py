@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from xffl.distributed.collectives import Group
-from xffl.distributed.cross_world import CrossWorldGroup
+from xffl.distributed.several_worlds.cross_world import CrossWorldGroup
 from xffl.errors import LaunchError
 
 __all__ = ["WaitingNote", "WaitingNotes", "clone_store"]
@@ -86,10 +86,17 @@ class WaitingNotes:
     def remove(self) -> None:
         """Note that this rank waits no more."""
         self._store.delete_key(self._key(self._own))
-        if self._written is not None:
-            self._store.add(self._key_of("count", self._written), -1)
-            if self._is_speaker:
-                self._store.delete_key(self._key_of("told", self._written))
+        self.leave_call()
+
+    def leave_call(self) -> None:
+        """Note that this rank is no longer one of those that wait in the call; that it had come stays."""
+        if self._written is None:
+            return
+        self._store.add(self._key_of("count", self._written), -1)
+        if self._is_speaker:
+            self._store.delete_key(self._key_of("told", self._written))
+        self._written = None
+        self._is_speaker = False
 
     def become_speaker(self) -> bool:
         """Tell whether this rank is the first to tell of its wait; it does so for all that wait in the same call.

@@ -29,14 +29,14 @@ from xffl.cluster.lighthouse.address import bind_address, lighthouse_of, replica
 from xffl.cluster.network import list_interfaces, release_gloo
 from xffl.cluster.run_token import token_of, warn_without_token
 from xffl.compat.torchft import managers_at
-from xffl.distributed.consistency import control_device, run_on_all_ranks
+from xffl.distributed.agreement.consistency import control_device, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState, set_data_place
-from xffl.distributed.gradients import mark_reduced
 from xffl.distributed.parameters import DeviceParameters, FaultToleranceParameters
 from xffl.distributed.replicas.plain_values import to_plain
 from xffl.distributed.replicas.replica_transport import ShardTransport, digest, give, local, prove_members, take
-from xffl.distributed.sharding import bytes_of, from_bytes, reshard
 from xffl.distributed.startup.stores import serve_store
+from xffl.distributed.values.gradients import mark_reduced
+from xffl.distributed.values.sharding import bytes_of, from_bytes, reshard
 from xffl.distributed.world import DistributedWorld, arguments_of
 from xffl.errors import ConfigError, LaunchError, RoundError, StateError
 from xffl.extras import optional_import

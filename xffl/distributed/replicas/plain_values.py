@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from xffl.distributed.sharding import dtype_of
+from xffl.distributed.values.sharding import dtype_of
 from xffl.errors import ConfigError
 
 __all__ = [

@@ -30,9 +30,9 @@ from torch.distributed.tensor import DTensor
 
 from xffl.checks import shown
 from xffl.cluster.lighthouse.address import read_address
-from xffl.distributed import sharding
 from xffl.distributed.replicas import plain_values
-from xffl.distributed.spread_like import load_optimizer, spread_as, spread_whole
+from xffl.distributed.values import sharding
+from xffl.distributed.values.spread_like import load_optimizer, spread_as, spread_whole
 from xffl.errors import CheckpointError, ConfigError, LaunchError, XfflError
 from xffl.json_text import parse_json
 from xffl.reading import Fields

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from xffl.checks import group
 from xffl.cluster.cells import sizes_of_ranks
 from xffl.cluster.slurm.allocation import Host, own_host
-from xffl.distributed.consistency import ranks_text, run_on_all_ranks
+from xffl.distributed.agreement.consistency import ranks_text, run_on_all_ranks
 from xffl.errors import ConfigError, TopologyError
 from xffl.topology import Topology
 

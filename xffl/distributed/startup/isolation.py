@@ -3,7 +3,7 @@
 Frameworks take torch.distributed's default group for their data parallelism, and make it as the environment says. So
 its variables are rewritten before anything reads them: rank, size and rendezvous become those of the cell. What all
 cells still share is one store, at which the ranks of a round find each other
-(:mod:`xffl.aggregation.engine.isolated_scope`).
+(:mod:`xffl.aggregation.engine.several_worlds.isolated_scope`).
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from xffl.cluster.launch.launch import held_port
 from xffl.cluster.network import LOOPBACK, control_address, use_interface
 from xffl.cluster.recognition.launchers import torchrun_variables
 from xffl.cluster.sizes import Federation, read_federation
-from xffl.distributed.cell_world import CellWorld
-from xffl.distributed.consistency import run_on_all_ranks
+from xffl.distributed.agreement.consistency import run_on_all_ranks
 from xffl.distributed.distributed_state import DEFAULT_TIMEOUT_S, DistributedState, set_cell_world
 from xffl.distributed.failures.uncaught import tell_once
-from xffl.distributed.isolated_cell import IsolatedCell, read_isolated_cell
-from xffl.distributed.job_ranks import join_job
 from xffl.distributed.session import check_timeout
+from xffl.distributed.several_worlds.cell_world import CellWorld
+from xffl.distributed.several_worlds.isolated_cell import IsolatedCell, read_isolated_cell
+from xffl.distributed.several_worlds.job_ranks import join_job
 from xffl.distributed.startup.joining import join_store
 from xffl.distributed.startup.meeting import (
     agree_on_store,

@@ -11,11 +11,11 @@ from xffl.cluster.over_files import read_over_files
 from xffl.cluster.run_token import token_of, warn_without_token
 from xffl.cluster.sizes import Federation
 from xffl.cluster.sizes_text import parse_cell
-from xffl.distributed.cell_world import CellWorld
-from xffl.distributed.consistency import run_on_all_ranks
+from xffl.distributed.agreement.consistency import run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState, set_cell_world
 from xffl.distributed.failures.faults import arm as arm_fault
 from xffl.distributed.parameters import ElasticParameters
+from xffl.distributed.several_worlds.cell_world import CellWorld
 from xffl.distributed.startup.mistakes import own_place, raise_at_meeting
 from xffl.errors import ConfigError, XfflError
 from xffl.journal.cell import CellJournal

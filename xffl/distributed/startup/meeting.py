@@ -28,7 +28,7 @@ from xffl.cluster.reaching import UnansweredError, await_listener
 from xffl.cluster.recognition.claims import Claim
 from xffl.cluster.recognition.placement import place_ranks
 from xffl.costs import format_refusal, own_format
-from xffl.distributed.differences import rebuild_error
+from xffl.distributed.agreement.differences import rebuild_error
 from xffl.distributed.startup.joining import agents_store, join_store
 from xffl.distributed.startup.stores import arrive, has_agents_store, serve_store
 from xffl.errors import ConfigError, LaunchError, XfflError, public_name
@@ -271,7 +271,7 @@ def check_consistent_on_store(
 ) -> None:
     """Compare a value before there is a process group, over the store that ranks meet at.
 
-    It does what :func:`~xffl.distributed.consistency.check_consistent` does over a group.
+    It does what :func:`~xffl.distributed.agreement.consistency.check_consistent` does over a group.
 
     Collective over the world: a handful of small requests to the store from each rank. The rank that arrives last calls
     ``judge`` for what else is wrong with what all have left at the store; all ranks raise it.

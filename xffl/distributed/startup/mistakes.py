@@ -23,7 +23,7 @@ from xffl.cluster.network import LOOPBACK
 from xffl.cluster.reaching import find_listener
 from xffl.cluster.recognition.launchers import LAUNCHERS
 from xffl.cluster.recognition.refusals import told_rank
-from xffl.distributed.differences import rebuild_error
+from xffl.distributed.agreement.differences import rebuild_error
 from xffl.distributed.failures.uncaught import tell_once
 from xffl.distributed.startup.joining import agents_store, join_store
 from xffl.distributed.startup.meeting import wait_for_readers

@@ -9,8 +9,8 @@ from typing import Any
 from xffl.aggregation.federated_scaling import FederatedScaling
 from xffl.aggregation.report import RoundReport
 from xffl.checkpoint.generators import RandomState
-from xffl.distributed.cell_notes import CellNotes
 from xffl.distributed.distributed_state import DistributedState
+from xffl.distributed.several_worlds.cell_notes import CellNotes
 from xffl.integrations.checkpoints import CellCheckpoints, WholeCheckpoint
 from xffl.integrations.entering import enter_rounds
 from xffl.integrations.frozen import check_frozen

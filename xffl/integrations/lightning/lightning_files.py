@@ -65,7 +65,8 @@ class LightningFiles:
         return [checkpoint for checkpoint in whole if (checkpoint.folder / UNWANTED).exists()]
 
     def remove(self, folder: Path) -> None:
-        """Remove a checkpoint, the folder with what tells of the removal last."""
+        """Remove a checkpoint, the marker first, and the folder with what tells of the removal last."""
+        remove_file(folder / MARKER)
         self._remove(self.path_of(folder))
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from xffl.distributed.isolated_cell import read_isolated_cell
+from xffl.distributed.several_worlds.isolated_cell import read_isolated_cell
 from xffl.distributed.startup.lone_cell import read_lone_cell
 from xffl.integrations.dealing import deal_out
 

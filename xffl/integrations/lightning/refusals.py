@@ -11,8 +11,8 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Sin
 from lightning.pytorch.utilities import CombinedLoader
 
 from xffl.compat.lightning import saves_by_time
-from xffl.distributed.cell_notes import CellNotes
 from xffl.distributed.distributed_state import DistributedState
+from xffl.distributed.several_worlds.cell_notes import CellNotes
 from xffl.errors import ConfigError
 from xffl.integrations.dealing import is_dealt_out
 from xffl.training.data.loaders import CellLoader
@@ -130,8 +130,8 @@ def check_data(trainer: Any, state: DistributedState) -> None:
             raise ConfigError(
                 f"nothing deals the data of the {type(loader).__name__} out to the {state.cells} cells, so all of them "
                 "would train on the same samples; give DataLoader(cell_split(dataset), ...), with "
-                "xffl.integrations.lightning.cell_split, or xffl's CellLoader; where each cell has data of its own, "
-                "give FederatedRounds(data='own')"
+                "xffl.integrations.lightning.cell_split around all else that is made of the dataset, or xffl's "
+                "CellLoader; where each cell has data of its own, give FederatedRounds(data='own')"
             )
 
 

@@ -17,8 +17,8 @@ from xffl.aggregation.algorithms.every_steps import Schedule
 from xffl.aggregation.report import RoundReport
 from xffl.compat.lightning import choose_checkpoint
 from xffl.distributed.adoption import adopt
-from xffl.distributed.cell_notes import open_notes
 from xffl.distributed.distributed_state import DistributedState
+from xffl.distributed.several_worlds.cell_notes import open_notes
 from xffl.errors import ConfigError, StateError
 from xffl.integrations.cells import check_cells
 from xffl.integrations.checkpoints import CellCheckpoints, WholeCheckpoint
@@ -26,7 +26,7 @@ from xffl.integrations.lightning.cell_rounds import CellRounds
 from xffl.integrations.lightning.lightning_files import LightningFiles
 from xffl.integrations.lightning.places import folder_in
 from xffl.integrations.lightning.refusals import check_data, check_loggers, check_saves, check_trainer
-from xffl.integrations.weights import find_count, shifts_labels
+from xffl.integrations.weights import find_count, label_names, shifts_labels
 
 __all__ = ["FederatedRounds"]
 
@@ -146,8 +146,8 @@ class FederatedRounds(Callback):  # type: ignore[misc]
         folders = [_take_folder(callback, trainer, state.cell) for callback in callbacks]
         files = LightningFiles(folders, trainer.strategy.remove_checkpoint)
         checkpoints = CellCheckpoints(files, state, notes)
-        if state.cell_rank == 0:
-            files.finish_removals()
+        is_shifted, names = shifts_labels(pl_module), label_names(pl_module)
+        count = find_count(self._weight, state.cell_rank, is_shifted=is_shifted, names=names)
         counted = self._weight if isinstance(self._weight, str) else "a number"
         self.resumed = checkpoints.agree(f"weight={counted}", starts_over=not self._resume)
         self.state = state
@@ -157,7 +157,7 @@ class FederatedRounds(Callback):  # type: ignore[misc]
             notes=notes,
             files=files,
             checkpoints=checkpoints,
-            count=find_count(self._weight, state.cell_rank, is_shifted=shifts_labels(pl_module)),
+            count=count,
             options=self._options,
             resumed=self.resumed,
         )

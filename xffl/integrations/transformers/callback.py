@@ -8,16 +8,22 @@ from pathlib import Path
 from typing import Any
 
 from transformers import Trainer, TrainerCallback
+from transformers.trainer_utils import SaveStrategy, has_length
 
+from xffl.aggregation.algorithms.every_steps import EverySteps, schedule_of
 from xffl.aggregation.federated_scaling import FederatedScaling
 from xffl.aggregation.report import RoundReport
-from xffl.distributed.cell_notes import CellNotes
+from xffl.aggregation.rounds.hooks import LoopHooks
+from xffl.compat.transformers import save_checkpoint
 from xffl.distributed.distributed_state import DistributedState
+from xffl.distributed.several_worlds.cell_notes import CellNotes
 from xffl.errors import StateError
 from xffl.integrations.checkpoints import CellCheckpoints, WholeCheckpoint
 from xffl.integrations.entering import enter_rounds
 from xffl.integrations.frozen import check_frozen
+from xffl.integrations.round_saves import RoundSaves
 from xffl.integrations.transformers.reference import check_reference
+from xffl.integrations.transformers.trainer_files import find_name_aside
 from xffl.integrations.transformers.zero import take_engine
 from xffl.integrations.weights import BatchCount
 
@@ -62,6 +68,8 @@ class TrainerRounds(TrainerCallback):  # type: ignore[misc]
         """Reports that Trainer's log has."""
         self._saved_step: int | None = None
         """The step of the newest whole checkpoint"""
+        self._saves: RoundSaves | None = None
+        """Where the cells would save after unlike rounds by themselves: when they save."""
 
     def begin(self, checkpoints: CellCheckpoints, notes: CellNotes, arguments: str, *, starts_over: bool) -> str | None:
         """Return the folder that Trainer is to resume from, if any; collective over the job.
@@ -89,10 +97,11 @@ class TrainerRounds(TrainerCallback):  # type: ignore[misc]
 
     def end(self, error: BaseException) -> None:
         """Leave the other cells after an error; local."""
-        self._phase = Phase.OVER
         scaling = self._scaling
+        is_left = self._phase is Phase.OVER
+        self._phase = Phase.OVER
         self._scaling = None
-        if scaling is not None:
+        if scaling is not None and not is_left:
             scaling.__exit__(type(error), error, error.__traceback__)
 
     def on_train_begin(self, args: Any, trainer_state: Any, control: Any, **kwargs: Any) -> None:
@@ -113,6 +122,10 @@ class TrainerRounds(TrainerCallback):  # type: ignore[misc]
             resumed=self.resumed,
         )
         self._scaling = scaling
+        notes = self._notes
+        if notes is not None and not args.save_only_model and self._saves_unlike(notes, args, trainer_state, **kwargs):
+            self._saves = RoundSaves(scaling, self.state, notes, before=self._rounds_before())
+            scaling.attach(LoopHooks(before_final_rounds=self._save_behind_end, defers_start=self._saves.is_due))
         if self.resumed is not None and trainer_state.max_steps <= trainer_state.global_step:
             control.should_training_stop = True  # was killed behind its last step
         scaling.join()  # before the first batch, which Trainer reads before the optimizer steps
@@ -127,15 +140,22 @@ class TrainerRounds(TrainerCallback):  # type: ignore[misc]
     def prepare_save(self, trainer_state: Any, control: Any) -> None:
         """Merge a round that is under way before a save, and leave out one that would write over a whole checkpoint.
 
-        A training that goes on behind its last step comes to the end of an epoch again.
+        A training that goes on behind its last step comes to the end of an epoch again. Cells that would save after
+        unlike rounds save after the next one instead.
 
         :param trainer_state: Trainer's state.
         :param control: What Trainer does next, as all other callbacks have left it.
         """
-        if not control.should_save or self._scaling is None:
+        if self._scaling is None:
             return
-        if trainer_state.global_step == self._saved_step:
+        is_saved = trainer_state.global_step == self._saved_step
+        if self._saves is not None:
+            if control.should_save and not is_saved and not self._saves.is_due():
+                self._saves.request()
+            control.should_save = self._saves.is_due()
+        elif is_saved:
             control.should_save = False
+        if not control.should_save:
             return
         self._scaling.settle()
         self._log_rounds(control)
@@ -144,21 +164,53 @@ class TrainerRounds(TrainerCallback):  # type: ignore[misc]
         """Add the state of rounds to Trainer's checkpoint; without an optimizer in it nobody resumes from it."""
         if self._scaling is None or self._checkpoints is None or args.save_only_model:
             return
-        before = 0 if self.resumed is None else self.resumed.meetings
-        meetings = before + self._scaling.meetings
+        meetings = self._rounds_before() + self._scaling.meetings
         saved = {"rounds": self._scaling.state_dict(), "count": self._count.counted()}
-        folder = Path(args.output_dir) / f"checkpoint-{trainer_state.global_step}"
+        folder = self._folder_of(args, trainer_state)
         self._checkpoints.save(folder, trainer_state.global_step, meetings, saved)
         self._saved_step = trainer_state.global_step
+        if self._saves is not None:
+            self._saves.note_saved()
 
     def on_train_end(self, args: Any, trainer_state: Any, control: Any, **kwargs: Any) -> None:
         """Make the last rounds, until all cells have finished; all hold the same model then."""
-        scaling = self._scaling
-        self._scaling = None
         self._phase = Phase.OVER
-        if scaling is not None:
-            scaling.__exit__(None, None, None)
+        if self._scaling is not None:
+            self._scaling.__exit__(None, None, None)
+            self._save_behind_end()
+            if self._saves is not None and self._notes is not None:
+                self._notes.end()
             self._log_rounds(control)
+        self._scaling = None
+
+    def _folder_of(self, args: Any, trainer_state: Any) -> Path:
+        return Path(args.output_dir) / f"checkpoint-{trainer_state.global_step}"
+
+    def _rounds_before(self) -> int:
+        """Return how many rounds, and checks that skipped one, the cell had entered before this start."""
+        return 0 if self.resumed is None else self.resumed.meetings
+
+    def _saves_unlike(
+        self, notes: CellNotes, args: Any, trainer_state: Any, *, train_dataloader: Any, **kwargs: Any
+    ) -> bool:
+        """Tell whether the cells of a job would save after unlike rounds by themselves; collective over the job."""
+        steps = trainer_state.save_steps
+        if args.save_strategy == SaveStrategy.EPOCH:
+            # A stream does not tell its length, which is taken for another one in each cell.
+            steps = len(train_dataloader) if has_length(train_dataloader) else f"cell {self.state.cell}"
+        every = self._options["every"]
+        is_fixed = every is None or isinstance(schedule_of(every), EverySteps)
+        accumulated = args.gradient_accumulation_steps
+        notes.write("saves", f"{args.save_strategy} {steps} {accumulated} {trainer_state.max_steps} {is_fixed}")
+        told = notes.gather("saves")
+        return len(told) > 1 and (len(set(told)) > 1 or not is_fixed)
+
+    def _save_behind_end(self) -> None:
+        """Save behind this cell's last step if the others save, too: between two of its last rounds, or behind them."""
+        if self._saves is None or self._checkpoints is None or not self._saves.is_due():
+            return
+        self._checkpoints.put_aside(self._folder_of(self._trainer.args, self._trainer.state), find_name_aside)
+        save_checkpoint(self._trainer)
 
     def _log_rounds(self, control: Any) -> None:
         """Write the rounds since the last call into Trainer's log, from which all of its loggers read.

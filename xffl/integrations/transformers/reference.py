@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from xffl.distributed.cell_notes import CellNotes
 from xffl.distributed.distributed_state import DistributedState
+from xffl.distributed.several_worlds.cell_notes import CellNotes
 from xffl.integrations.frozen import check_alike
 
 __all__ = ["check_reference"]

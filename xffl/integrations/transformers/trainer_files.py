@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Iterable, Sequence
+from itertools import count
 from pathlib import Path
 
+from xffl.checkpoint.removal import discard, sweep
 from xffl.integrations.checkpoints import MARKER, WholeCheckpoint
 
-__all__ = ["TrainerFiles"]
+__all__ = ["TrainerFiles", "find_name_aside"]
 
-FOLDER = re.compile(r"checkpoint-[0-9]{1,15}")
+FOLDER = re.compile(r"checkpoint-([0-9]{1,15})(-earlier-[0-9]{1,15})?")
+"""Trainer's name, and that of a checkpoint beside a later one of the same step"""
 
 
 class TrainerFiles:
@@ -43,13 +45,23 @@ class TrainerFiles:
         return () if self._kept is None else whole[: -self._kept]
 
     def remove(self, folder: Path) -> None:
-        """Remove a checkpoint that has lost its marker, and with it earlier ones that a kill has left without one."""
+        """Remove a checkpoint, and with it earlier ones that a kill has left without a marker."""
         last = _step_of(folder)
         for earlier in self.folders():
-            if _step_of(earlier) <= last and not (earlier / MARKER).is_file():
-                shutil.rmtree(earlier, ignore_errors=True)
+            if earlier == folder or (_step_of(earlier) <= last and not (earlier / MARKER).is_file()):
+                discard(earlier, f"newer checkpoints in {self._folder} are whole")
+
+    def finish_removals(self) -> None:
+        """Remove what a process has left that was killed while it removed a checkpoint; at the next start."""
+        sweep(self._folder)
+
+
+def find_name_aside(folder: Path) -> Path:
+    """Return a path that a checkpoint may have where another one of the same step is to have its folder."""
+    names = (folder.with_name(f"{folder.name}-earlier-{number}") for number in count(1))
+    return next(path for path in names if not path.exists())
 
 
 def _step_of(folder: Path) -> int:
     """Return the step in a name that :data:`FOLDER` matches."""
-    return int(folder.name.rpartition("-")[2])
+    return int(folder.name.split("-")[1])

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from xffl.aggregation.algorithms.clients import Client
 from xffl.aggregation.algorithms.every_steps import Schedule
 from xffl.distributed.adoption import adopt
-from xffl.distributed.cell_notes import open_notes
+from xffl.distributed.several_worlds.cell_notes import open_notes
 from xffl.errors import ConfigError, StateError
 from xffl.extras import optional_import
 from xffl.integrations.cells import check_cells
@@ -19,7 +19,7 @@ from xffl.integrations.dealing import deal_out
 from xffl.integrations.transformers.refusals import check_arguments, check_loader
 from xffl.integrations.transformers.trainer_files import TrainerFiles
 from xffl.integrations.transformers.zero import check_engine
-from xffl.integrations.weights import BatchCount, find_count, shifts_labels
+from xffl.integrations.weights import BatchCount, find_count, label_names, shifts_labels
 
 if TYPE_CHECKING:
     from xffl.integrations.transformers.callback import TrainerRounds
@@ -84,7 +84,8 @@ def federate(
         raise ConfigError(f"data is {data!r}; give 'split' or 'own'")
     state = adopt()
     check_cells(state, "Trainer")
-    count = find_count(weight, state.cell_rank, is_shifted=shifts_labels(trainer.model))
+    model = trainer.model
+    count = find_count(weight, state.cell_rank, is_shifted=shifts_labels(model), names=label_names(model))
     if data == "split":
         trainer.train_dataset = deal_out(trainer.train_dataset, cell=state.cell, cells=state.cells, seed=seed)
     options = {

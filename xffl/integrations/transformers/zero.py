@@ -12,11 +12,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
-from xffl.distributed.gradients import mark_reduced
+from xffl.distributed.values.gradients import mark_reduced
 from xffl.errors import ConfigError
-from xffl.parallel.deepspeed import EngineOptimizer
-from xffl.parallel.zero_mark import mark
-from xffl.parallel.zero_view import Masters
+from xffl.parallel.zero.deepspeed import EngineOptimizer
+from xffl.parallel.zero.mark import mark
+from xffl.parallel.zero.view import Masters
 
 __all__ = ["check_engine", "take_engine"]
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from xffl.checks import integer, number
-from xffl.distributed.sharding import reshard
+from xffl.distributed.values.sharding import reshard
 from xffl.errors import CheckpointError, ConfigError, StateError
 from xffl.training.callbacks.base import Callback
 from xffl.training.callbacks.param_norms import check_own_weights, local, spread_like, trained_parameters

@@ -19,10 +19,10 @@ from xffl.aggregation.engine.planning.tensors import tensors_of
 from xffl.aggregation.steps.wrapped_optimizers import unwrap
 from xffl.checks import integer
 from xffl.compat.optimizer_steps import enclosing_steps
-from xffl.distributed.consistency import gather_objects
-from xffl.distributed.norms import total_norm
-from xffl.distributed.sharding import local_tensor, reshard, sharded_parameters
-from xffl.distributed.spread_like import spread_as
+from xffl.distributed.agreement.consistency import gather_objects
+from xffl.distributed.values.norms import total_norm
+from xffl.distributed.values.sharding import local_tensor, reshard, sharded_parameters
+from xffl.distributed.values.spread_like import spread_as
 from xffl.errors import ConfigError
 from xffl.training.callbacks.base import Callback
 

@@ -31,7 +31,7 @@ from jsonargparse import ArgumentParser
 from jsonargparse.typing import register_type
 
 from xffl.checks import closest, decimal, did_you_mean, is_decimal, shown
-from xffl.distributed.sharding import dtype_of
+from xffl.distributed.values.sharding import dtype_of
 from xffl.errors import ConfigError
 from xffl.files import read_given
 from xffl.training.callbacks.base import REMOVED, Callback

@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 
 from xffl.checks import group, shorten
-from xffl.distributed.consistency import ranks_text
+from xffl.distributed.agreement.consistency import ranks_text
 from xffl.distributed.failures.world_store import clone_store
 from xffl.errors import ConfigError
 from xffl.topology import DataPlace

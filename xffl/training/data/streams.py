@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.utils.data import IterableDataset, default_collate
 
 from xffl.checks import integer, one_of
-from xffl.distributed.consistency import control_device
+from xffl.distributed.agreement.consistency import control_device
 from xffl.errors import ConfigError, StateError
 from xffl.topology import DataPlace
 from xffl.training.data.first_samples import FirstSamples, Meeting

@@ -28,7 +28,7 @@ from xffl.checks import index_of, integer_fields, number, one_of
 from xffl.cluster.recognition.find import find_launcher
 from xffl.cluster.sizes_text import parse_cell
 from xffl.distributed.distributed_state import cell_world_of, set_cell_world, set_data_place
-from xffl.distributed.sharding import sharded_parameters
+from xffl.distributed.values.sharding import sharded_parameters
 from xffl.errors import ConfigError, StateError, XfflError
 from xffl.files import make_folders, write_whole
 from xffl.topology import DataPlace, Topology

@@ -13,7 +13,7 @@ import torch
 
 from xffl.aggregation.report import RoundReport
 from xffl.checks import one_of
-from xffl.distributed.consistency import run_on_all_ranks
+from xffl.distributed.agreement.consistency import run_on_all_ranks
 from xffl.errors import ConfigError, StateError
 from xffl.training.loggers import (
     CSVLogger,

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from xffl.distributed.sharding import sharded_parameters
+from xffl.distributed.values.sharding import sharded_parameters
 from xffl.errors import ConfigError
 from xffl.parallel.spread import is_meta
 from xffl.training.mixins.base import TrainerMixin, names_set_by

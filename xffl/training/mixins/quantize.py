@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from xffl.checks import one_of, shorten
-from xffl.distributed.consistency import run_on_all_ranks
+from xffl.distributed.agreement.consistency import run_on_all_ranks
 from xffl.errors import ConfigError, StateError
 from xffl.extras import optional_import
 from xffl.training.mixins.base import TrainerMixin

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from xffl.checkpoint.generators import RandomState
 from xffl.checkpoint.torch_files import load_archive
 from xffl.checks import shown
-from xffl.distributed.consistency import run_on_all_ranks
+from xffl.distributed.agreement.consistency import run_on_all_ranks
 from xffl.errors import CheckpointError
 from xffl.files import read_sealed, write_sealed
 from xffl.reading import COUNT_LIMIT

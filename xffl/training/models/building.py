@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from xffl.distributed.sharding import dtype_of
+from xffl.distributed.values.sharding import dtype_of
 from xffl.errors import ConfigError
 from xffl.training.models.weights import INDEX, SINGLE, bare_model, is_adapter, package, read_weights
 

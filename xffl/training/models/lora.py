@@ -18,7 +18,7 @@ from xffl.aggregation.engine.planning.tensors import tensors_of
 from xffl.checkpoint.format import check_path, run_collectively, this_cell
 from xffl.checks import integer, number
 from xffl.distributed.distributed_state import DistributedState
-from xffl.distributed.sharding import reshard
+from xffl.distributed.values.sharding import reshard
 from xffl.errors import ConfigError
 from xffl.files import naming_errors
 from xffl.parallel.spread import is_meta

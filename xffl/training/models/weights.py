@@ -37,16 +37,16 @@ from xffl.aggregation.engine.planning.tensors import tensors_of, ties_of
 from xffl.checkpoint.format import check_path, partial_folder, replace_folder, run_collectively, sync_all, this_cell
 from xffl.checkpoint.opened import OpenFolder, read_again_if_replaced
 from xffl.checks import shorten, shown
+from xffl.distributed.agreement.consistency import run_on_all_ranks, sum_of_bits
+from xffl.distributed.agreement.unequal_cells import find_unequal_cells
 from xffl.distributed.collectives import Group
-from xffl.distributed.consistency import run_on_all_ranks, sum_of_bits
 from xffl.distributed.distributed_state import DistributedState
-from xffl.distributed.sharding import local_tensor, reshard
-from xffl.distributed.unequal_cells import find_unequal_cells
+from xffl.distributed.values.sharding import local_tensor, reshard
 from xffl.errors import CheckpointError, ConfigError
 from xffl.extras import optional_import
 from xffl.files import naming_errors, write_whole
 from xffl.json_text import JSON_LIMIT, parse_json
-from xffl.parallel.pipeline import PipelineModel
+from xffl.parallel.axes.pipeline import PipelineModel
 from xffl.reading import Fields
 
 __all__ = [

@@ -21,12 +21,13 @@ from xffl.aggregation.engine.decision.unlike_votes import check_rounds
 from xffl.aggregation.engine.exchange import Exchange, RoundRun
 from xffl.aggregation.engine.groups import RoundScope
 from xffl.aggregation.engine.planning.transfers import RoundContext
-from xffl.aggregation.engine.votes import RoundStatus, VotePhase, VoteTree, by_cell
+from xffl.aggregation.engine.votes import RoundStatus, VotePhase, Votes, VoteTree, by_cell
 from xffl.aggregation.options import Options
 from xffl.aggregation.report import RoundProfile, RoundReport
 from xffl.checks import number
+from xffl.costs import MOST_IN_TABLES
+from xffl.distributed.agreement.consistency import check_consistent, control_device
 from xffl.distributed.collectives import all_gather_json
-from xffl.distributed.consistency import check_consistent, control_device
 from xffl.distributed.failures.waits import NamedWait
 from xffl.errors import ConfigError, RoundError, StateError, TornError, XfflError
 from xffl.topology import Topology
@@ -221,7 +222,7 @@ class RoundCoordinator:
     :param scope: The ranks that vote.
     :param options: The options of the rounds.
     :param number: What tells the aggregator from all others that these ranks have; the same on all of them.
-    :param vote_tree: How a vote's messages go.
+    :param vote_tree: How a vote's messages go, unless there are too many ranks for tables.
     """
 
     def __init__(
@@ -231,13 +232,17 @@ class RoundCoordinator:
         options: Options,
         number: int,
         *,
-        vote_tree: type[VoteTree] = VoteTree,
+        vote_tree: Callable[[Topology, int, int, torch.device], Votes] = VoteTree,
     ) -> None:
         self._exchange = exchange
         self._topology = scope.topology
         self._has_gpu = scope.gpu is not None
         self._round_groups = exchange.round_groups
         self._control_device = control_device(self._round_groups.world)
+        if self._topology.world_size > MOST_IN_TABLES:
+            from xffl.aggregation.engine.ballots import BallotTree
+
+            vote_tree = BallotTree
         self._votes = vote_tree(self._topology, scope.rank, self._round_groups.first, self._control_device)
         self._atomic = options.atomic
         self._drops_cells = options.nonfinite == "drop_cell"

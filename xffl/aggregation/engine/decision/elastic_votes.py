@@ -22,8 +22,9 @@ from xffl.aggregation.engine.stages.agreed import AgreedModel
 from xffl.aggregation.engine.stages.hand_over import HandOver
 from xffl.aggregation.engine.votes import RoundStatus, Seal, VotePhase, VoteTree
 from xffl.aggregation.options import Options
+from xffl.costs import MOST_IN_TABLES
 from xffl.distributed.failures.faults import is_planned
-from xffl.errors import RoundError
+from xffl.errors import ConfigError, RoundError
 
 __all__ = ["ElasticCoordinator", "RoundInDoubt"]
 
@@ -72,6 +73,8 @@ class ElasticCoordinator(RoundCoordinator):
         *,
         seal: Callable[[tuple[float, ...]], Seal],
     ) -> None:
+        if is_planned() and scope.topology.world_size > MOST_IN_TABLES:
+            raise ConfigError(f"faults of votes (XFFL_FAULT) need at most {MOST_IN_TABLES} ranks in all cells")
         super().__init__(exchange, scope, options, number, vote_tree=FaultyVoteTree if is_planned() else VoteTree)
         self._seal = seal
         agreed = exchange.find(AgreedModel)

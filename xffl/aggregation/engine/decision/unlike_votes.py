@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from xffl.aggregation.engine.votes import MergeMode, RoundStatus, VotePhase
-from xffl.distributed.consistency import ranks_text
+from xffl.distributed.agreement.consistency import ranks_text
 from xffl.errors import RoundError
 from xffl.topology import Topology
 

@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 
 from xffl.aggregation.engine.planning.ddp_parameters import reduced_parameters
 from xffl.aggregation.engine.planning.tensors import tensors_of
-from xffl.distributed.consistency import ranks_text
+from xffl.distributed.agreement.consistency import ranks_text
 from xffl.distributed.distributed_state import DistributedState
-from xffl.distributed.gradients import find_reduction
+from xffl.distributed.values.gradients import find_reduction
 from xffl.errors import ConfigError
 
 __all__ = ["check_gradients"]
@@ -55,8 +55,8 @@ def check_gradients(
     """Raise unless the gradients of all trainable parameters are reduced over this rank's cell, and no further.
 
     Local. The ranks come from the mesh of a DTensor, from the DistributedDataParallel module that wraps the parameter,
-    and from :func:`xffl.distributed.gradients.mark_reduced`. ``holders_of`` returns the ranks of the cell that hold a
-    tensor, if not all of them do (pipeline stages).
+    and from :func:`xffl.distributed.values.gradients.mark_reduced`. ``holders_of`` returns the ranks of the cell that
+    hold a tensor, if not all of them do (pipeline stages).
     """
     topology, rank = state.topology, dist.get_rank()
     cell = frozenset(topology.federation(topology.cell_of(rank)))

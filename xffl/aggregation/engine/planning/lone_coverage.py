@@ -6,9 +6,9 @@ from torch import nn
 
 from xffl.aggregation.engine.planning.coverage import check_gradients
 from xffl.aggregation.engine.planning.tensors import tensors_of
-from xffl.distributed.consistency import gather_objects, run_on_all_ranks
+from xffl.distributed.agreement.consistency import gather_objects, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
-from xffl.distributed.sharding import reshard
+from xffl.distributed.values.sharding import reshard
 
 __all__ = ["check_lone_cell"]
 

@@ -25,7 +25,7 @@ from xffl.aggregation.engine.planning.mesh_cut import MeshCut
 from xffl.aggregation.engine.planning.transfers import Bucket, BucketGroup, GroupTransfer, Piece
 from xffl.aggregation.options import Options
 from xffl.costs import IN_FLIGHT, form_of, pipeline_depth
-from xffl.distributed.sharding import dtype_of
+from xffl.distributed.values.sharding import dtype_of
 from xffl.topology import Topology
 
 __all__ = [

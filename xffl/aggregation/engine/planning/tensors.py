@@ -21,9 +21,10 @@ from xffl.aggregation.engine.planning.mesh_cut import MeshCut
 from xffl.aggregation.engine.planning.plan import Cut, Item
 from xffl.checks import one_of, shorten
 from xffl.compat.ddp import parameters_at_start
+from xffl.costs import MOST_IN_TABLES
+from xffl.distributed.agreement.consistency import compare_hashes, control_device, hash_of
 from xffl.distributed.collectives import Group, all_gather_json
-from xffl.distributed.consistency import control_device
-from xffl.distributed.sharding import local_tensor, reshard
+from xffl.distributed.values.sharding import local_tensor, reshard
 from xffl.errors import ConfigError
 from xffl.topology import Coordinates, Topology
 
@@ -274,7 +275,14 @@ def canonical_axis(entry: TensorInfo, axes: Sequence[Axis]) -> int | Literal[Div
 
 
 def gather_axes(axes: Sequence[Axis], topology: Topology, group: Group | None = None) -> tuple[tuple[Axis, ...], ...]:
-    """Exchange along which axes the cells cut their tensors; collective over the topology's ranks, a few bytes each."""
+    """Exchange along which axes the cells cut their tensors; collective over the topology's ranks, a few bytes each.
+
+    Many ranks first compare whether all cells cut them alike, and gather nothing then.
+    """
+    if topology.world_size > MOST_IN_TABLES:
+        [is_same] = compare_hashes([hash_of(axes)], group)
+        if is_same:
+            return (tuple(axes),) * topology.cells
     runs = [(axis, len(list(equal))) for axis, equal in itertools.groupby(axes)]
     gathered: list[list[tuple[int | str, int]]] = all_gather_json(runs, control_device(group), group)
     cells = []

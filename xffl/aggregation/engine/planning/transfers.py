@@ -21,7 +21,7 @@ import torch.distributed as dist
 from xffl.aggregation.compression import Codec
 from xffl.aggregation.engine.groups import RoundGroups
 from xffl.costs import IN_FLIGHT
-from xffl.distributed.consistency import sends_from_gpu
+from xffl.distributed.agreement.consistency import sends_from_gpu
 
 __all__ = [
     "Bucket",

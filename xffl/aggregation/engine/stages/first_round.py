@@ -27,7 +27,7 @@ from xffl.aggregation.engine.stages.stage import RoundStage
 from xffl.aggregation.engine.stages.unequal_replicas import UnequalReplicas
 from xffl.aggregation.engine.votes import RoundStatus
 from xffl.checks import group as group_pairs
-from xffl.distributed.consistency import control_device
+from xffl.distributed.agreement.consistency import control_device
 
 __all__ = ["FirstRound", "ValueDigest"]
 
@@ -64,7 +64,7 @@ class FirstRound(RoundStage):
     round_groups: RoundGroups
     axes: Sequence[Axis]  # of this rank's cell
     replica_tensors: ReplicaTensors | None
-    processor: float  # xffl.aggregation.engine.arithmetic_check.processor_number, of this rank
+    processor: float  # xffl.aggregation.engine.alike.arithmetic_check.processor_number, of this rank
     is_private: bool  # whether nothing about single cells' values may be told to others
     is_over: bool = field(default=False, init=False)
     _told: ValueDigest = field(default_factory=ValueDigest, init=False)

@@ -15,7 +15,7 @@ from xffl.aggregation.engine.global_model import GlobalModel
 from xffl.aggregation.engine.planning.transfers import RoundContext
 from xffl.aggregation.engine.stages.stage import RoundStage
 from xffl.aggregation.privacy import Accountant, Masker, Noise, Privacy, privatize
-from xffl.distributed.consistency import control_device
+from xffl.distributed.agreement.consistency import control_device
 from xffl.errors import ConfigError
 
 __all__ = ["Protection"]

@@ -9,7 +9,7 @@ import torch
 from xffl.aggregation.engine.exchange import RoundRun
 from xffl.aggregation.engine.planning.transfers import RoundContext
 from xffl.aggregation.engine.stages.stage import RoundStage
-from xffl.distributed.consistency import control_device
+from xffl.distributed.agreement.consistency import control_device
 
 __all__ = ["ToldWeights"]
 

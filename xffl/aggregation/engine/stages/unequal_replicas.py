@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from xffl.aggregation.engine.groups import RoundGroups, RoundScope
+from xffl.distributed.agreement.consistency import control_device, message_device, ranks_text
 from xffl.distributed.collectives import all_gather_json
-from xffl.distributed.consistency import control_device, message_device, ranks_text
 from xffl.errors import RoundError
 
 __all__ = ["UnequalReplicas"]

@@ -14,7 +14,7 @@ from xffl.aggregation.engine.exchange import ExchangeWalk, RoundRun, Way, weigh_
 from xffl.aggregation.engine.planning.transfers import Bucket, GroupTransfer, RoundContext
 from xffl.aggregation.engine.stages.codecs import Codecs, EncodedSteps
 from xffl.aggregation.engine.transport import Crossing, ExactValues, Link
-from xffl.distributed.consistency import control_device
+from xffl.distributed.agreement.consistency import control_device
 
 __all__ = ["WholeModels"]
 

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
 
-from xffl.aggregation.engine.arithmetic_check import Arithmetic, read_arithmetic
+from xffl.aggregation.engine.alike.arithmetic_check import Arithmetic, read_arithmetic
 from xffl.aggregation.engine.planning.tensors import Axis
 from xffl.aggregation.engine.setup import ComparedModels, Comparison, RankModel, arithmetic_of, plan_items
+from xffl.distributed.agreement.consistency import compare_hashes, hash_of
 from xffl.distributed.collectives import Group
-from xffl.distributed.consistency import compare_hashes, hash_of
 from xffl.distributed.failures.waits import NamedWait
 from xffl.errors import XfflError
 

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from xffl import __version__
 from xffl.cluster.launch.failure import note_alike
 from xffl.cluster.runtimes import Runtime, group_by_runtime
+from xffl.distributed.agreement.differences import Describe, describe_difference
 from xffl.distributed.collectives import Group, all_gather_json, all_reduce, own_rank
-from xffl.distributed.cross_world import CrossWorldGroup
-from xffl.distributed.differences import Describe, describe_difference
 from xffl.distributed.failures.waits import NamedWait
-from xffl.distributed.sharding import bytes_of
+from xffl.distributed.several_worlds.cross_world import CrossWorldGroup
+from xffl.distributed.values.sharding import bytes_of
 from xffl.errors import XfflError, public_name
 from xffl.topology import ranks_text
 

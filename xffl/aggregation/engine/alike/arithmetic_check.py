@@ -20,10 +20,10 @@ from xffl.aggregation.algorithms.combiners import Combiner, Coordinatewise
 from xffl.aggregation.algorithms.server_rules import ServerRule
 from xffl.aggregation.arithmetic import divide, flushes_subnormals, is_built_in, square_root, weighted_mean
 from xffl.aggregation.compression import Codec
-from xffl.aggregation.engine.feature_arithmetic import run_features
-from xffl.aggregation.engine.rank_differences import describe_arithmetic
+from xffl.aggregation.engine.alike.feature_arithmetic import run_features
+from xffl.aggregation.engine.alike.rank_differences import describe_arithmetic
+from xffl.distributed.agreement.consistency import check_consistent, control_device, processor_of
 from xffl.distributed.collectives import Group, all_gather_json
-from xffl.distributed.consistency import check_consistent, control_device, processor_of
 from xffl.errors import ConfigError, XfflError
 
 __all__ = [

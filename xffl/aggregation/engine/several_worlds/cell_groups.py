@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from xffl.aggregation.engine.groups import make_creator
-from xffl.distributed.consistency import control_device
+from xffl.distributed.agreement.consistency import control_device
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import ON_GPUS, Groups, make_groups, new_group
 from xffl.distributed.round_groups import make_round_groups

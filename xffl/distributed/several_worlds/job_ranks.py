@@ -6,8 +6,8 @@ from datetime import timedelta
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from xffl.distributed.cross_world import CrossWorldGroup
-from xffl.distributed.isolated_cell import IsolatedCell
+from xffl.distributed.several_worlds.cross_world import CrossWorldGroup
+from xffl.distributed.several_worlds.isolated_cell import IsolatedCell
 from xffl.errors import LaunchError
 
 __all__ = ["connect_job_store", "join_job"]

@@ -8,8 +8,8 @@ import torch
 
 from xffl.aggregation.engine.groups import RoundScope
 from xffl.aggregation.engine.planning.tensors import TensorInfo
-from xffl.distributed.consistency import sum_of_bits
-from xffl.distributed.unequal_cells import find_unequal_cells, list_unequal_cells
+from xffl.distributed.agreement.consistency import sum_of_bits
+from xffl.distributed.agreement.unequal_cells import find_unequal_cells, list_unequal_cells
 from xffl.errors import ConfigError
 
 __all__ = ["check_start", "find_unequal"]

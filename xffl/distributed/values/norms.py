@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from xffl.checks import group
 from xffl.distributed.parameters import AXES, AXES_OF
-from xffl.distributed.sharding import local_tensor
+from xffl.distributed.values.sharding import local_tensor
 from xffl.errors import ConfigError
 
 if TYPE_CHECKING:

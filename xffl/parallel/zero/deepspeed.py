@@ -19,18 +19,18 @@ import torch.distributed as dist
 from torch import nn
 
 from xffl.compat.deepspeed import variables_for_import, without_shared_memory
-from xffl.distributed.consistency import run_on_all_ranks
-from xffl.distributed.gradients import mark_reduced
+from xffl.distributed.agreement.consistency import run_on_all_ranks
 from xffl.distributed.parameters import AXES, DeviceParameters
+from xffl.distributed.values.gradients import mark_reduced
 from xffl.distributed.world import DistributedWorld
 from xffl.errors import ConfigError, StateError
 from xffl.extras import optional_import
+from xffl.parallel.axes.pipeline import Loss
 from xffl.parallel.meta_weights import Initializer
-from xffl.parallel.pipeline import Loss
 from xffl.parallel.spread import SpreadOptions, check_model, is_meta, named_tensors, send_weights
 from xffl.parallel.strategy import DistributedStrategy
-from xffl.parallel.zero_mark import NO_ENGINE, UNREADY, find_masters, is_cut, mark
-from xffl.parallel.zero_view import Masters
+from xffl.parallel.zero.mark import NO_ENGINE, UNREADY, find_masters, is_cut, mark
+from xffl.parallel.zero.view import Masters
 
 __all__ = ["DeepSpeedStrategy", "EngineOptimizer", "ZeroModel"]
 

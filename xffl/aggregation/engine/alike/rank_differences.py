@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from xffl.checks import group as group_pairs
-from xffl.distributed.consistency import ranks_text
+from xffl.distributed.agreement.consistency import ranks_text
 from xffl.errors import ConfigError
 
 __all__ = ["FORMAT_LINE", "describe_arithmetic", "describe_models"]

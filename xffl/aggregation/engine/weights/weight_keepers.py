@@ -9,11 +9,11 @@ from typing import Protocol
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from xffl.parallel.zero_mark import find_masters
+from xffl.parallel.zero.mark import find_masters
 
 __all__ = ["GatheredCopies", "WeightKeeper", "may_be_cut", "read_weights"]
 
-ENGINES = frozenset({"deepspeed", "xffl.parallel.deepspeed"})
+ENGINES = frozenset({"deepspeed", "xffl.parallel.zero.deepspeed"})
 """Modules that are loaded wherever a model's weights may be those of an engine, which keeps masters beside them."""
 
 
@@ -67,7 +67,7 @@ def read_weights(model: nn.Module) -> tuple[nn.Module, tuple[WeightKeeper, ...]]
     masters = find_masters(model) if may_be_cut() else None
     if masters is None:
         return model, tuple(keepers)
-    from xffl.aggregation.engine.master_weights import MasterWeights
+    from xffl.aggregation.engine.weights.master_weights import MasterWeights
 
     keepers.append(MasterWeights(masters))
     return masters.view, tuple(keepers)

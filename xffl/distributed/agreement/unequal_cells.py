@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from xffl.distributed.agreement.consistency import control_device
 from xffl.distributed.collectives import Group, all_reduce
-from xffl.distributed.consistency import control_device
 
 __all__ = ["find_unequal_cells", "list_unequal_cells"]
 

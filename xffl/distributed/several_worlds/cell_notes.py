@@ -7,8 +7,8 @@ from typing import Protocol
 from torch.distributed import DistNetworkError, DistStoreError
 
 from xffl.distributed.distributed_state import DistributedState
-from xffl.distributed.isolated_cell import IsolatedCell
-from xffl.distributed.job_ranks import connect_job_store
+from xffl.distributed.several_worlds.isolated_cell import IsolatedCell
+from xffl.distributed.several_worlds.job_ranks import connect_job_store
 from xffl.errors import LaunchError
 
 __all__ = ["CellNotes", "open_notes"]
@@ -25,6 +25,9 @@ class CellNotes(Protocol):
 
     def read(self, name: str) -> tuple[str | None, ...]:
         """Return the texts that there are, by cell; local."""
+
+    def end(self) -> None:
+        """Write and read no more; the rank that serves the store of the job waits until all cells have come so far."""
 
 
 class LoneNotes:
@@ -44,6 +47,9 @@ class LoneNotes:
     def read(self, name: str) -> tuple[str | None, ...]:
         """Return this rank's text."""
         return (self._texts.get(name),)
+
+    def end(self) -> None:
+        """Do nothing: there is no store."""
 
 
 class IsolatedNotes:
@@ -76,6 +82,12 @@ class IsolatedNotes:
         """Return the texts that are at the store."""
         keys = [self._key(name, cell) for cell in range(len(self._isolated.sizes))]
         return tuple(self._store.get(key).decode() if self._store.check([key]) else None for key in keys)
+
+    def end(self) -> None:
+        """Let rank 0 serve the store until the first ranks of all cells are here."""
+        self.write("end", "")
+        if self._isolated.rank == 0:
+            self.gather("end")
 
     def _key(self, name: str, cell: int) -> str:
         return f"{self._prefix}/{name}/{cell}"

@@ -19,9 +19,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from xffl.distributed.sharding import local_tensor
+from xffl.distributed.values.sharding import local_tensor
 from xffl.errors import ConfigError
-from xffl.parallel.zero_mark import MARK
+from xffl.parallel.zero.mark import MARK
 
 __all__ = ["Masters"]
 

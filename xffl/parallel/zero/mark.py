@@ -10,7 +10,7 @@ from torch import nn
 from xffl.errors import ConfigError, StateError
 
 if TYPE_CHECKING:
-    from xffl.parallel.zero_view import Masters
+    from xffl.parallel.zero.view import Masters
 
 __all__ = ["MARK", "NO_ENGINE", "UNREADY", "find_masters", "is_cut", "mark"]
 

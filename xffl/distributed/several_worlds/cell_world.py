@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from xffl.distributed.cross_world import CrossWorldGroup
-from xffl.distributed.isolated_cell import IsolatedCell
 from xffl.distributed.parameters import ElasticParameters
+from xffl.distributed.several_worlds.cross_world import CrossWorldGroup
+from xffl.distributed.several_worlds.isolated_cell import IsolatedCell
 from xffl.errors import StateError
 from xffl.journal.cell import CellJournal
 from xffl.topology import REPLICATE_AXIS, DataPlace, Topology

@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from xffl.checks import integer, one_of
-from xffl.distributed.consistency import check_consistent
+from xffl.distributed.agreement.consistency import check_consistent
 from xffl.distributed.parameters import SCHEDULES
-from xffl.distributed.sharding import reshard
+from xffl.distributed.values.sharding import reshard
 from xffl.errors import ConfigError, StateError
 from xffl.planning.stages import layers_of_stages
 
@@ -32,7 +32,7 @@ Sizes = list[tuple[list[int], torch.dtype]]
 class PipelineModel(nn.Module):
     """Run a stage's module as one of a pipeline; its parameters keep their names.
 
-    Made by all ranks of a mesh of one dimension, rank i with stage i (:func:`xffl.parallel.pipeline.split_model`),
+    Made by all ranks of a mesh of one dimension, rank i with stage i (:func:`xffl.parallel.axes.pipeline.split_model`),
     after tensor parallelism, FSDP2 or DDP were applied to the module over the cell's other dimensions. Every call is
     collective over the mesh's group, and **all its ranks are given the same batch**: the first stage uses the inputs,
     the last the target, and all know the sizes. It is cut into equal micro-batches along dimension 0, for each of which

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from xffl.parallel.zero_view import Masters
+    from xffl.parallel.zero.view import Masters
 
 __all__ = ["MasterWeights"]
 
 
 class MasterWeights:
-    """A :class:`~xffl.aggregation.engine.weight_keepers.WeightKeeper` that reads ZeRO's master weights and writes them.
+    """A :class:`~.weight_keepers.WeightKeeper` that reads ZeRO's master weights and writes them.
 
     It reads them when it is made, too, which is collective over the cell.
     """

@@ -27,7 +27,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from xffl.checks import closest, group, shorten
 from xffl.errors import ConfigError
-from xffl.parallel.context_parallel import check_mesh, fill_positions, find_positions
+from xffl.parallel.axes.context_parallel import check_mesh, fill_positions, find_positions
 
 __all__ = ["GatheredInput", "Replicated", "apply_tensor_parallel", "plan_for"]
 

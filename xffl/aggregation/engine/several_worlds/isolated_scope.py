@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from xffl.aggregation.engine.cell_groups import make_cell_groups
-from xffl.aggregation.engine.compared_at_once import ComparisonAtOnce
 from xffl.aggregation.engine.groups import RoundScope
+from xffl.aggregation.engine.several_worlds.cell_groups import make_cell_groups
+from xffl.aggregation.engine.several_worlds.compared_at_once import ComparisonAtOnce
 from xffl.distributed.distributed_state import DistributedState
-from xffl.distributed.isolated_cell import IsolatedCell
-from xffl.distributed.job_ranks import join_job
+from xffl.distributed.several_worlds.isolated_cell import IsolatedCell
+from xffl.distributed.several_worlds.job_ranks import join_job
 
 __all__ = ["open_scope"]
 

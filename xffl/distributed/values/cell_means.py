@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from xffl.distributed.consistency import control_device, message_device
+from xffl.distributed.agreement.consistency import control_device, message_device
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import StateError
 
