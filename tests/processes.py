@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["await_cells", "is_alive", "still_there"]
+__all__ = ["await_cells", "give_way", "is_alive", "still_there"]
 
 
 def await_cells(cells: int, folder: str | Path = ".") -> None:
@@ -20,6 +20,12 @@ def await_cells(cells: int, folder: str | Path = ".") -> None:
     cell, _, _ = os.environ["XFFL_CELL"].partition("/")
     Path(folder, f"cell_{cell}.here").touch()
     while not all(Path(folder, f"cell_{number}.here").exists() for number in range(cells)):
+        time.sleep(0.02)
+
+
+def give_way(seconds: float) -> None:
+    """Let other threads of this process run for so long; time for which the process was stopped does not count."""
+    for _ in range(round(seconds / 0.02)):
         time.sleep(0.02)
 
 

@@ -777,13 +777,16 @@ def test_a_cell_that_is_killed_comes_back(journal: None, tmp_path: Path) -> None
     assert min(both) < min(alone) < max(both)
     # The survivor's next round, after heartbeats have ended and the cell was looked for again.
     lost = max(number for number in both if number < min(alone))
-    assert rounds[min(alone)][0][2] - rounds[lost][0][2] < 15.0
+    assert rounds[min(alone)][0][2] - rounds[lost][0][2] < 30.0
 
 
 def test_a_cell_that_comes_back_after_the_end_does_not_wait_for_it(journal: None, tmp_path: Path) -> None:
     """The launcher has seen the other one finish; who was killed holds nothing, and nobody gives it a model."""
     script = tmp_path / "train.py"
-    script.write_text(SCRIPT.replace("while back < 3", "for _ in range(40)"))
+    late = "    while lost and not os.path.exists('finished'):\n        time.sleep(0.05)\n"
+    text = SCRIPT.replace("while back < 3", "for _ in range(40)")
+    text = text.replace("    with xffl.FederatedScaling", f"{late}    with xffl.FederatedScaling")
+    script.write_text(f"{text}open('finished', 'w').close()\n")
     command = [sys.executable, "-m", "xffl", "exec", "--elastic", "--federated", "1,1", str(script)]
     environ = os.environ | {"XFFL_FAULT": "1:0:exchange:4", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=240)
@@ -794,7 +797,8 @@ def test_a_cell_that_comes_back_after_the_end_does_not_wait_for_it(journal: None
 
 def enter_with_a_dead_cell(rank: int, world: int, plan: Plan) -> float:
     be_launched(0, 1, plan.ports[0])
-    with xffl.session(cell=0, cells=2, elastic=plan.url) as state:
+    connects = mock.patch("xffl.elastic.federation.CONNECT_S", 60.0)
+    with connects, xffl.session(cell=0, cells=2, elastic=plan.url) as state:
         federation = ElasticFederation(state)
         epoch = federation.meet()
         [own] = epoch.members
@@ -808,9 +812,9 @@ def enter_with_a_dead_cell(rank: int, world: int, plan: Plan) -> float:
 
 
 def test_a_cell_that_is_lost_while_it_waits_for_the_others_is_not_waited_for(lighthouse: str) -> None:
-    """Its heartbeat is still fresh when the meeting ends; to connect to it would take ten seconds."""
+    """Its heartbeat is still fresh when the meeting ends; to connect to it would take a minute here."""
     [seconds] = run_world(1, enter_with_a_dead_cell, Plan(lighthouse, (1,), (free_port(),)), init=False)
-    assert seconds < 5.0
+    assert seconds < 30.0
 
 
 def test_a_lighthouse_that_is_started_again_divides_nobody(journal: None, tmp_path: Path) -> None:

@@ -388,11 +388,21 @@ def train_partly(
         def values() -> dict[str, torch.Tensor]:
             return {name: whole(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
 
+        have_met: set[int] = set()
+
+        def on_round(report: Any) -> None:
+            have_met.update(report.cells)
+
         with xffl.FederatedScaling(
-            model, optimizer, state, every=1, aggregator={"policies": {"own": "local"}, **options}
+            model,
+            optimizer,
+            state,
+            every=1,
+            on_round=on_round,
+            aggregator={"policies": {"own": "local"}, **options},
         ) as scaling:
             joined = values()
-            while scaling.aggregator.rounds < 20:
+            while scaling.aggregator.rounds < 20 or len(have_met) < 3:
                 model(torch.randn(4, 3)).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()

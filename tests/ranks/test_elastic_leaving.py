@@ -78,10 +78,10 @@ def test_a_cell_that_is_asked_to_stop_leaves_its_block_and_nobody_waits_for_it(
 ) -> None:
     ports = tuple(free_port() for _ in range(3))
     told = run_world(3, wait_and_leave, lighthouse, ports, str(tmp_path), init=False, timeout_s=100)
-    assert told[0][0] < 3.0
+    assert told[0][0] < 30.0
     for seconds in told[1:]:
         assert len(seconds) >= 4
-        assert max(seconds) < 5.0
+        assert max(seconds) < 15.0  # a cell that has not left is waited for 20 s
 
 
 def stop_and_go_on(rank: int, world: int, url: str, ports: tuple[int, ...]) -> tuple[int, float]:

@@ -13,7 +13,7 @@ from torch import nn
 
 import xffl
 from tests.ports import free_port
-from tests.ranks.test_elastic import digest, journal, lighthouse, pytestmark  # noqa: F401 - fixtures and marks of this module
+from tests.ranks.test_elastic import digest, journal, lighthouse, of_all, pytestmark  # noqa: F401 - fixtures and marks of this module
 from tests.worlds import be_launched, run_world
 from xffl.aggregation.engine.decision.consensus import RoundBroken, RoundInput
 from xffl.aggregation.federations.elastic import ElasticAggregator
@@ -39,8 +39,7 @@ def going_back(rank: int, world: int, url: str, ports: tuple[int, ...]) -> list[
     """Go on twice from one state: at once, and once more when rounds have been made behind it."""
     be_launched(0, 1, ports[rank])
     os.environ["XFFL_TOKEN"] = "the run's own token"
-    elastic = ElasticParameters(lighthouse=url)
-    with xffl.session(cell=rank, cells=world, elastic=elastic, timeout_s=60) as state:
+    with xffl.session(cell=rank, cells=world, elastic=of_all(url, world), timeout_s=60) as state:
         torch.manual_seed(0)
         model = xffl.shard(nn.Linear(5, 3), state)
         rounds = ElasticAggregator(model, state, server="fedavgm:lr=0.5")
@@ -76,8 +75,9 @@ def in_stages(rank: int, world: int, url: str, ports: tuple[int, ...]) -> dict[i
     cell, stage = divmod(rank, 2)
     be_launched(stage, 2, ports[cell])
     os.environ["XFFL_TOKEN"] = "the run's own token"
-    shape, elastic, told = DeviceParameters(pp=2), ElasticParameters(lighthouse=url), {}
-    with xffl.session(cell=cell, cells=2, device_parameters=shape, elastic=elastic, timeout_s=60) as state:
+    told: dict[int, str] = {}
+    shape = DeviceParameters(pp=2)
+    with xffl.session(cell=cell, cells=2, device_parameters=shape, elastic=of_all(url, 2), timeout_s=60) as state:
         for until in (4, 30) if cell else (30,):
             model = Stage(stage)
             rounds = ElasticAggregator(model, state, server="fedadam:lr=0.1", fragments=2)
@@ -105,7 +105,7 @@ def with_a_new_journal(rank: int, world: int, url: str, ports: tuple[int, ...], 
     be_launched(0, 1, ports[rank])
     os.environ["XFFL_TOKEN"] = "the run's own token"
     told: dict[str, object] = {}
-    elastic = ElasticParameters(lighthouse=url, journal=f"{journal}/first")
+    elastic = ElasticParameters(lighthouse=url, journal=f"{journal}/first", least_cells=world)
     with xffl.session(cell=rank, cells=world, elastic=elastic, timeout_s=60) as state:
         model = xffl.shard(nn.Linear(5, 3), state)
         rounds = ElasticAggregator(model, state)
@@ -116,7 +116,7 @@ def with_a_new_journal(rank: int, world: int, url: str, ports: tuple[int, ...], 
         if not rank:  # cell 0 has a checkpoint of the round before only
             model.load_state_dict(saved[0])
         rounds.close()
-    elastic = ElasticParameters(lighthouse=url, journal=f"{journal}/empty_{rank}")
+    elastic = ElasticParameters(lighthouse=url, journal=f"{journal}/empty_{rank}", least_cells=world)
     with xffl.session(cell=rank, cells=world, elastic=elastic, timeout_s=60) as state:
         rounds = ElasticAggregator(model, state)
         rounds.load_state_dict(saved[1])
@@ -124,7 +124,7 @@ def with_a_new_journal(rank: int, world: int, url: str, ports: tuple[int, ...], 
             rounds.join()
         told["refused"] = str(refused.value)
         rounds.close()
-    elastic = ElasticParameters(lighthouse=url, journal=f"{journal}/second")
+    elastic = ElasticParameters(lighthouse=url, journal=f"{journal}/second", least_cells=world)
     with xffl.session(cell=rank, cells=world, elastic=elastic, timeout_s=60) as state:
         rounds = ElasticAggregator(model, state)
         rounds.load_state_dict(saved[1])
@@ -190,7 +190,7 @@ def with_a_codec(rank: int, world: int, url: str, ports: tuple[int, ...]) -> lis
     be_launched(0, 1, ports[rank])
     os.environ["XFFL_TOKEN"] = "the run's own token"
     told, states = [], []
-    with xffl.session(cell=rank, cells=2, elastic=ElasticParameters(lighthouse=url), timeout_s=60) as state:
+    with xffl.session(cell=rank, cells=2, elastic=of_all(url, 2), timeout_s=60) as state:
         model = nn.Linear(16, 1, bias=False)
         nn.init.zeros_(model.weight)
         for start, number in enumerate((3, 2, 2)):

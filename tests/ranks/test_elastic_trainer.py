@@ -21,6 +21,7 @@ import torch
 import xffl
 from tests.ports import free_port
 from tests.ranks.test_elastic import of_all
+from tests.rows import some_of
 from tests.tasks import TaskConfig, TaskTrainer, whole_weights
 from tests.worlds import be_launched, run_world
 from xffl.checkpoint import consolidate_checkpoint
@@ -233,7 +234,7 @@ def end_together(rank: int, world: int, url: str, ports: list[int], folder: str)
         time.sleep(0.1)
     config = config_of(folder, rank, epochs=200)
     config.federation = FederationConfig(every=2, max_samples=600)
-    with xffl.session(cell=rank, cells=3, elastic=url) as state:
+    with xffl.session(cell=rank, cells=3, elastic=of_all(url, 2)) as state:  # neither of the first two begins alone
         trainer = SlowTrainer(config, callbacks=[Rounds(), Begun(begun), CheckpointCallback()])
         trainer.fit(state)
         scaling = trainer.find_rounds()
@@ -292,7 +293,7 @@ class Trainer(TaskTrainer):
 
 @pytest.mark.parametrize(
     "callbacks",
-    ["", "callbacks: [{class_path: CheckpointCallback, init_args: {save_frequency: 1}}]\n"],
+    some_of(("", "callbacks: [{class_path: CheckpointCallback, init_args: {save_frequency: 1}}]\n"), ""),
     ids=["bare", "saved"],
 )
 def test_a_cell_that_comes_back_goes_on_in_its_data(tmp_path: Path, callbacks: str) -> None:

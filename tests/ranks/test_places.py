@@ -15,7 +15,7 @@ from tests.ports import free_ports
 from tests.worlds import run_world
 from xffl.errors import XfflError
 
-BOUND_S = 10
+BOUND_S = 40
 BARE = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 LAUNCHERS = {
     "flux": dict(zip(BARE, ("FLUX_TASK_RANK", "FLUX_TASK_LOCAL_ID", "FLUX_JOB_SIZE"), strict=True)),

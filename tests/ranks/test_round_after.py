@@ -207,7 +207,7 @@ def wrong_words(rank: int, world_size: int) -> None:
         start = time.monotonic()
         with pytest.raises(xffl.ConfigError, match=told):
             call()
-        assert time.monotonic() - start < 10.0 and aggregator.rounds == 0 and aggregator.under_way is None
+        assert time.monotonic() - start < 40.0 and aggregator.rounds == 0 and aggregator.under_way is None
     assert aggregator.aggregate_async(1.0, alpha=0.5).merge().round == 1
 
 

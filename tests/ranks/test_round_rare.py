@@ -358,25 +358,28 @@ def interrupted_halfway(rank: int, world_size: int, form: str) -> None:
 def cut_off(rank: int, world_size: int, folder: str) -> None:
     """After a vote for which somebody came too late only new connections help, as the error says."""
 
-    def join(name: str) -> tuple[nn.Module, xffl.Aggregator]:
+    def join(name: str, seconds: float) -> tuple[nn.Module, xffl.Aggregator]:
         store = dist.FileStore(os.path.join(folder, name), world_size)
-        wait = timedelta(seconds=3.0)
+        wait = timedelta(seconds=seconds)
         dist.init_process_group("gloo", store=store, timeout=wait, world_size=world_size, rank=rank)
         model = linear(seed=rank)
         return model, xffl.Aggregator(model, make_state(rank, (1, 1), None))
 
-    model, aggregator = join("first")
+    given_up = os.path.join(folder, "given up")
+    model, aggregator = join("first", 4.0)
     before = model.weight.detach().clone()
-    if rank == 1:
-        time.sleep(4.5)  # half-way between too early for the vote and too late to join again
+    while rank == 1 and not os.path.exists(given_up):
+        time.sleep(0.05)
     with pytest.raises(xffl.RoundError, match=f"round 1 could not be opened, .*in a vote with ranks \\[{1 - rank}\\]"):
         aggregator.aggregate()
+    if rank == 0:
+        open(given_up, "w").close()
     assert not aggregator.can_go_on
     with pytest.raises(xffl.StateError, match="end the process group on all ranks and join again"):
         aggregator.aggregate()
     assert torch.equal(model.weight, before)
     dist.destroy_process_group()
-    model, aggregator = join("second")
+    model, aggregator = join("second", 40.0)
     assert aggregator.aggregate().round == 1
     assert not torch.equal(model.weight, before)
     dist.destroy_process_group()

@@ -226,7 +226,7 @@ def try_wrong(rank: int, world_size: int, port: int) -> list[tuple[str, str, flo
     for _, arguments, _, _ in WRONG:
         start = time.monotonic()
         try:
-            with xffl.session(**{"timeout_s": 30, **arguments(rank)}):
+            with xffl.session(**{"timeout_s": 100, **arguments(rank)}):
                 what = ("nothing", "no error")
         except XfflError as error:
             what = (type(error).__name__, str(error))
@@ -247,7 +247,7 @@ def test_wrong_sessions() -> None:
         assert len(answers) == 1, (name, answers)
         found, text = answers.pop()
         assert found == kind and all(part in text for part in parts), (name, found, text)
-        assert all(ranks[number][2] < 15 for ranks in told), name
+        assert all(ranks[number][2] < 60 for ranks in told), name
 
 
 class FirstOfAll:
@@ -357,12 +357,12 @@ def test_leaving_by_an_exception_keeps_nobody(kind: type[BaseException]) -> None
     told = run_world(4, leaves_by, free_port(), kind, init=False)
     assert told[1][0] == kind.__name__
     for what, is_initialized, seconds in told:
-        assert what != "nothing" and not is_initialized and seconds < 30, told
+        assert what != "nothing" and not is_initialized and seconds < 50, told
 
 
 def one_dies(rank: int, world_size: int, port: int) -> tuple[str, float]:
     be_rank(rank, world_size, port)
-    with xffl.session(federated=2, hsdp=1, timeout_s=20) as state:
+    with xffl.session(federated=2, hsdp=1, timeout_s=60) as state:
         start = time.monotonic()
         if rank == 3:
             os._exit(17)
@@ -399,7 +399,7 @@ def test_a_job_of_all_cells_names_the_cell_of_a_rank_that_was_lost() -> None:
 def test_a_dead_rank_is_noticed_within_the_timeout() -> None:
     *told, dead = run_world(4, one_dies, free_port(), init=False, mortal=[3])
     assert "exit code 17" in dead
-    assert all(what == "told" and seconds < 25 for what, seconds in told), told
+    assert all(what == "told" and seconds < 50 for what, seconds in told), told
 
 
 SCRIPT = """

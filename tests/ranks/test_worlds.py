@@ -84,7 +84,7 @@ def test_a_late_rank_is_killed() -> None:
     start = time.monotonic()
     with pytest.raises(WorldError, match=r"ranks \[1\] of 2 did not end within 4 s"):
         run_world(2, one_waits, timeout_s=4.0, init=False)
-    assert time.monotonic() - start < 18
+    assert time.monotonic() - start < 60
 
 
 def test_a_result_must_be_picklable() -> None:
