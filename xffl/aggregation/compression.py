@@ -49,6 +49,18 @@ class Codec(ABC):
     def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
         """Decode the result of :meth:`encode` (not changed) into ``out``: fp32, 1-D, contiguous, on the same device."""
 
+    def encode_with_residual(
+        self, values: torch.Tensor, out: torch.Tensor, *, residual: torch.Tensor, spare: torch.Tensor, seed: int = 0
+    ) -> None:
+        """Encode as :meth:`encode` does, and write what the code leaves out: ``values`` minus what it decodes to.
+
+        ``residual`` and ``spare`` are like ``values``, and do not overlap it; ``spare`` is overwritten. A codec may
+        compute the residual on the way, without a pass that decodes.
+        """
+        self.encode(values, out, seed)
+        self.decode(out, spare)
+        torch.sub(values, spare, out=residual)
+
     def _check(self, values: torch.Tensor, data: torch.Tensor) -> None:
         needed = self.nbytes(values.numel())
         if data.numel() != needed:
@@ -85,7 +97,7 @@ class Cast(Codec):
             return
         dtype = FLOATS[self.kind]
         largest = torch.finfo(dtype).max
-        length = min(chunk_length(values.numel(), 1, values.device), values.numel())
+        length = min(chunk_length(values.numel(), 1, values.device, CHUNK), values.numel())
         clamped, scratch = values.new_empty(length), values.new_empty(length, dtype=dtype)
         for chunk, part in zip(torch.split(values, length), torch.split(out, 2 * length), strict=True):
             inside = torch.clamp(chunk, -largest, largest, out=clamped[: chunk.numel()])
@@ -96,7 +108,7 @@ class Cast(Codec):
         self._check(out, data)
         if out.numel() == 0:
             return
-        length = min(chunk_length(out.numel(), 1, out.device), out.numel())
+        length = min(chunk_length(out.numel(), 1, out.device, CHUNK), out.numel())
         scratch = out.new_empty(length, dtype=FLOATS[self.kind])
         for chunk, part in zip(torch.split(out, length), torch.split(data, 2 * length), strict=True):
             words = scratch[: chunk.numel()]
@@ -148,20 +160,47 @@ class Blockwise(Codec):
     def encode(self, values: torch.Tensor, out: torch.Tensor, seed: int = 0) -> None:
         """Compute and store the scales, then round with the stored scales; see :meth:`Codec.encode`."""
         self._check(values, out)
-        if values.numel() == 0:
-            return
+        if values.numel():
+            numbers, spare = values.new_empty(2, min(self._length(values), values.numel()))
+            self._encode(values, out, seed, numbers, spare)
+
+    def encode_with_residual(
+        self, values: torch.Tensor, out: torch.Tensor, *, residual: torch.Tensor, spare: torch.Tensor, seed: int = 0
+    ) -> None:
+        """Encode, and take what is left out from the rounded values; see :meth:`Codec.encode_with_residual`."""
+        self._check(values, out)
+        if values.numel():
+            self._encode(values, out, seed, spare, residual, is_residual_wanted=True)
+
+    def _encode(
+        self,
+        values: torch.Tensor,
+        out: torch.Tensor,
+        seed: int,
+        numbers: torch.Tensor,
+        residual: torch.Tensor,
+        is_residual_wanted: bool = False,
+    ) -> None:
+        """Encode; ``numbers`` and ``residual`` are scratch memory for a chunk, or as large as ``values``."""
         head = out[: scale_bytes(values.numel(), self.block, self.scale)]
-        write_scales(block_maxima(values, self.block), self._levels, self._is_half, head)
+        write_scales(block_maxima(values, self.block, numbers), self._levels, self._is_half, head)
         generator = None
         if self.rounding == "stochastic":
             # The CPU's generator uses 32 bits of a seed only, so the upper ones are folded in.
             generator = torch.Generator(values.device).manual_seed((seed ^ (seed >> 32)) & 0xFFFFFFFF)
-        scratch = scratch_for(values, chunk_length(values.numel(), self.block, values.device))
+        start = 0
         for chunk, scale, part in self._chunks(values, out):
-            numbers = quantize(
-                chunk, scales=scale, block=self.block, levels=self._levels, generator=generator, scratch=scratch
-            )
-            pack(numbers, self.bits, self.block, part)
+            rounded = numbers[: chunk.numel()]
+            left = residual[start : start + chunk.numel()] if is_residual_wanted else residual[: chunk.numel()]
+            quantize(chunk, scale, self.block, self._levels, generator, out=rounded, noise=left)
+            pack(rounded, self.bits, self.block, part, scratch=left)
+            if is_residual_wanted:
+                for (rows, column), (lefts, _) in zip(
+                    _blocks(rounded, scale, self.block), _blocks(left, scale, self.block), strict=True
+                ):
+                    torch.mul(rows, column, out=lefts)
+                torch.sub(chunk, left, out=left)
+            start += chunk.numel()
 
     def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
         """Multiply by the scales; see :meth:`Codec.decode`. With fp16 scales the product is exact."""
@@ -181,11 +220,16 @@ class Blockwise(Codec):
     def _is_half(self) -> bool:
         return self.scale == "fp16"
 
+    def _length(self, values: torch.Tensor) -> int:
+        """Return the number of values per step."""
+        at_a_time = NOISE_CHUNK if self.rounding == "stochastic" else CHUNK
+        return chunk_length(values.numel(), self.block, values.device, at_a_time)
+
     def _chunks(self, values: torch.Tensor, data: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
         """Return values, their stored scales, and the bytes of their integers, chunk by chunk."""
         head = scale_bytes(values.numel(), self.block, self.scale)
         scales = read_scales(data[:head], self._is_half)
-        length = chunk_length(values.numel(), self.block, values.device)
+        length = self._length(values)
         rows = torch.split(values, length), torch.split(scales, length // self.block)
         return zip(*rows, torch.split(data[head:], length * self.bits // 8), strict=True)
 
@@ -258,8 +302,17 @@ def codec_of(name: str | Codec) -> Codec | None:
     return None if spec.kind == "none" else Cast(spec.kind)
 
 
-CHUNK = 2**16
-"""Elements per step on a CPU: their scratch memory fits in a core's cache; new memory would cost ten times as much."""
+CHUNK = 2**20
+"""Elements per step on a CPU: a bucket of the default size, which stays in the cache that cores share.
+
+Steps of 64 Ki elements, for a core's own cache, take half as long again: more calls, which cost more than they save.
+"""
+
+SELECTION_CHUNK = 2**18
+"""The same where values are selected, with 24 bytes of scratch memory for each."""
+
+NOISE_CHUNK = 2**16
+"""The same where rounding is stochastic: the noise of a value depends on the step that it is in."""
 
 LARGEST = 2.0**128 - 2.0**119
 """Limit of block maxima, 0.2 % below the largest fp32, so that a scale that is rounded up does not overflow."""
@@ -271,22 +324,19 @@ SMALLEST_TOP = 2.0**-75
 """Smallest power of two to which fp16 scales are relative, so that every scale is above :data:`TINY`."""
 
 
-def chunk_length(numel: int, block: int, device: torch.device) -> int:
+def chunk_length(numel: int, block: int, device: torch.device, at_a_time: int) -> int:
     """Return the number of values per step: a multiple of ``2 * block``; on a GPU all values."""
-    wanted = CHUNK if device.type == "cpu" else numel
+    wanted = at_a_time if device.type == "cpu" else numel
     return -(-wanted // (2 * block)) * 2 * block
 
 
-def scratch_for(values: torch.Tensor, length: int) -> torch.Tensor:
-    """Return two fp32 rows of a multiple of 4 values: scratch memory for all chunks, since new memory is slow."""
-    return values.new_empty(2, -(-min(length, values.numel()) // 4) * 4)
+def block_maxima(values: torch.Tensor, block: int, scratch: torch.Tensor) -> torch.Tensor:
+    """Return the largest magnitude of each block of 1-D fp32 values, at most :data:`LARGEST`; the last may be short.
 
-
-def block_maxima(values: torch.Tensor, block: int) -> torch.Tensor:
-    """Return the largest magnitude of each block of 1-D fp32 values, at most :data:`LARGEST`; the last may be short."""
-    length = chunk_length(values.numel(), block, values.device)
+    ``scratch`` is fp32 memory for some whole blocks, or for all values; it is overwritten.
+    """
+    length = max(min(chunk_length(values.numel(), block, values.device, CHUNK), scratch.numel()) // block, 1) * block
     maxima = values.new_empty(-(-values.numel() // block))
-    scratch = scratch_for(values, length)[0]
     for chunk, part in zip(torch.split(values, length), torch.split(maxima, length // block), strict=True):
         magnitudes = torch.abs(chunk, out=scratch[: chunk.numel()])
         for rows, column in _blocks(magnitudes, part, block):
@@ -335,42 +385,46 @@ def quantize(
     block: int,
     levels: int,
     generator: torch.Generator | None,
-    scratch: torch.Tensor,
-) -> torch.Tensor:
-    """Divide by the scales and round to integers from ``-levels`` to ``levels``.
+    *,
+    out: torch.Tensor,
+    noise: torch.Tensor,
+) -> None:
+    """Divide by the scales and round to integers from ``-levels`` to ``levels``, in fp32.
 
-    The scales are the decoded ones, so that their own rounding adds no error. The result is fp32 in the first row of
-    the scratch (:func:`scratch_for`), which is overwritten. With a generator rounding is stochastic, with ``None`` to
-    the nearest, ties to even.
+    The scales are the decoded ones, so that their own rounding adds no error. With a generator rounding is stochastic,
+    with ``None`` to the nearest, ties to even. ``noise`` is memory like ``out``, which is overwritten.
     """
-    numbers, noise = scratch[0, : values.numel()], scratch[1, : values.numel()]
+    for (rows, scale), (ratios, _) in zip(_blocks(values, scales, block), _blocks(out, scales, block), strict=True):
+        torch.div(rows, scale, out=ratios)
     if generator is not None:
         # 16 random bits for each value cost a third of torch.rand. The noise is symmetric, so its mean is exactly 0,
         # and less than half a step, so an integer keeps its value: zeros stay zeros.
-        bits = scratch[0].view(torch.int64)[: -(-values.numel() // 4)].random_(-(2**63), None, generator=generator)
+        bits = torch.empty(-(-values.numel() // 4), dtype=torch.int64, device=values.device)
+        bits.random_(-(2**63), None, generator=generator)
         noise.copy_(bits.view(torch.int16)[: values.numel()]).add_(0.5).mul_(2.0**-16)
-    for (rows, scale), (ratios, _) in zip(_blocks(values, scales, block), _blocks(numbers, scales, block), strict=True):
-        torch.div(rows, scale, out=ratios)
-    if generator is not None:
         # Ratios may exceed ``levels`` by a rounding error (by 0.2 % at LARGEST), which noise could turn into a step.
-        numbers.clamp_(-levels, levels).add_(noise)
-    return numbers.round_()
+        out.clamp_(-levels, levels).add_(noise)
+    out.round_()
 
 
-def pack(numbers: torch.Tensor, bits: int, block: int, out: torch.Tensor) -> None:
+def pack(numbers: torch.Tensor, bits: int, block: int, out: torch.Tensor, scratch: torch.Tensor) -> None:
     """Write 8-bit integers as bytes, and pairs of 4-bit integers as one byte.
 
     The second integer of a pair, times 16, is from the block after that of the first. So all memory accesses are
     contiguous, and several times as fast as strided ones. After the last pair of blocks the rest is cut in two halves,
-    which are paired; a number in the middle is alone. ``numbers`` is overwritten; ``out`` takes ``ceil(numbers * bits /
-    8)`` bytes at any offset.
+    which are paired; a number in the middle is alone. ``out`` takes ``ceil(numbers * bits / 8)`` bytes at any offset;
+    ``scratch`` is memory like ``numbers``, which is overwritten.
     """
     if bits == 8:
         out.view(torch.int8).copy_(numbers)
         return
-    for data, first, second in _pairs(out.view(torch.int8), numbers, block):
-        first[:, : second.shape[1]].add_(second * 16.0)
-        data.copy_(first)
+    whole = scratch.view(torch.int8)[: numbers.numel()].copy_(numbers)
+    for data, first, second in _pairs(out.view(torch.int8), whole, block):
+        paired = data[:, : second.shape[1]]
+        torch.mul(second, 16, out=paired)
+        paired.add_(first[:, : second.shape[1]])
+        if first.shape[1] > second.shape[1]:
+            data[:, second.shape[1] :].copy_(first[:, second.shape[1] :])
 
 
 def unpack(data: torch.Tensor, bits: int, block: int, out: torch.Tensor) -> None:
@@ -378,18 +432,20 @@ def unpack(data: torch.Tensor, bits: int, block: int, out: torch.Tensor) -> None
     if bits == 8:
         out.copy_(data.view(torch.int8))
         return
-    for both, first, second in _pairs(data.view(torch.int8), out, block):
-        first.copy_(both)
-        # The first number is less than 8, so rounding gives the second.
+    both = data.view(torch.int8)
+    lower = (both + 8).bitwise_and_(15).sub_(8)  # a byte is first + 16 * second, and the first is from -7 to 7
+    for (byte, first, second), (low, *_) in zip(_pairs(both, out, block), _pairs(lower, out, block), strict=True):
+        first.copy_(byte)
+        # Rounding gives the second, with the sign of the byte where it is 0.
         torch.mul(first[:, : second.shape[1]], 1 / 16, out=second).round_()
-        first[:, : second.shape[1]].sub_(second * 16.0)
+        first.copy_(low)
 
 
 def largest_positions(values: torch.Tensor, count: int) -> torch.Tensor:
     """Return the positions (int64, ascending) of the ``count`` values of largest magnitude; of equal ones the first."""
     # A key has the magnitude (floats have the order of their bits) and the position: no two keys are equal, so the
     # result does not depend on how ties are broken. Chunk by chunk, since the selection needs 24 bytes for each key.
-    length = min(max(4 * CHUNK, count), values.numel())
+    length = min(max(SELECTION_CHUNK, count), values.numel())
     last = values.numel() - 1
     backwards = torch.arange(last, last - length, -1, device=values.device)
     keys = torch.full((count + length,), -1, dtype=torch.int64, device=values.device)
@@ -482,15 +538,23 @@ class ErrorFeedback:
         """Encode values plus the residual of their place, and keep the new residual."""
         if place in self._residuals:
             values.add_(self._residuals[place])
-        limit = torch.finfo(torch.float32).max
-        self._codec.encode(values.clamp_(-limit, limit), code, seed)
-        self._codec.decode(code, spare)
+        norm = self._limit(values)
         residual = self._spare.pop(place, None)
         if residual is None:
             with torch.inference_mode(False):
                 residual = torch.empty_like(values)
-        self._new_residuals[place] = torch.sub(values, spare, out=residual)
-        self._norms.append((values.dot(values), residual.dot(residual)))
+        self._codec.encode_with_residual(values, code, residual=residual, spare=spare, seed=seed)
+        self._norms.append((norm, residual.dot(residual)))
+        self._new_residuals[place] = residual
+
+    @staticmethod
+    def _limit(values: torch.Tensor) -> torch.Tensor:
+        """Replace what has left fp32 by its largest number; return the sum of squares."""
+        norm = values.dot(values)
+        if values.device.type != "cpu" or not norm.isfinite():  # nobody waits for a GPU here
+            limit = torch.finfo(torch.float32).max
+            norm = torch.dot(values.clamp_(-limit, limit), values)
+        return norm
 
     def difference(self, bucket: Bucket, values: torch.Tensor, out: torch.Tensor) -> None:
         """Write how far a bucket's values are from the agreed ones."""
