@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 GPU_TESTS = tests/ranks/test_gpu.py tests/ranks/test_shared_gpu.py tests/unit/test_codec.py tests/unit/test_quantize.py tests/unit/test_state_fake.py
 
-.PHONY: help install demo noniid test nightly gpu wheels lint format docs matrix frameworks nccl bench clean
+.PHONY: help install demo noniid test late nightly gpu wheels lint format docs matrix frameworks nccl bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
@@ -57,6 +57,9 @@ endif
 
 nightly: $(INSTALLED) ## run the long forms of tests, some hours (ONLY="storage nccl" for some); logs in runs/nightly/
 	$(BIN)/python -m tests.nightly $(if $(ONLY),--only $(ONLY))
+
+late: $(INSTALLED) ## run tests while what they start begins late and stands still at times (TESTS=tests/ranks/test_exec.py SEED=2)
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -p tests.late --late $(or $(SEED),1) $(or $(TESTS),tests/ranks)
 
 lint: $(INSTALLED) ## check style, types, imports and docstrings
 	$(BIN)/ruff check .

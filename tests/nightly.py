@@ -44,6 +44,7 @@ def missing_for_networks() -> str:
 def parts(seeds: int) -> tuple[Part, ...]:
     """Return all parts, the shortest first."""
     python = sys.executable
+    late = ("-p", "tests.late", "--late")
     property_tests = (python, "-m", "pytest", "-q", "-m", "hypothesis", "-n", "2", "--dist", "loadfile", "tests/unit")
     return (
         Part(
@@ -71,6 +72,14 @@ def parts(seeds: int) -> tuple[Part, ...]:
             name="mutants",
             what="each comparison of the modules that decide is flipped once, and a test has to notice",
             commands=((python, "-m", "tests.mutants"),),
+        ),
+        Part(
+            name="late",
+            what="tests of ranks on a machine where processes begin late and stand still at times",
+            commands=tuple(
+                (python, "-m", "pytest", "-q", "-n", "3", "--dist", "loadfile", *late, str(seed), "tests/ranks")
+                for seed in (1, 2)
+            ),
         ),
         Part(
             name="draws",

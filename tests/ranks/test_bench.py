@@ -20,11 +20,12 @@ import torch.distributed as dist
 from tests.ranks.test_round import make_state
 from tests.worlds import WorldError, run_script, run_world
 from xffl.aggregation.bench import CODECS, Effort, build_model, measure
-from xffl.cli import execute
+from xffl.cli import bench
 from xffl.cli.bench import _show
 from xffl.cli.main import main
 from xffl.errors import ConfigError
 from xffl.extras import install_command
+from xffl.jobs.request import JobRequest
 from xffl.planning import bench_figure, bench_table, codec_ratio, round_traffic
 from xffl.topology import Topology
 
@@ -132,17 +133,18 @@ def test_four_ranks_of_a_launcher_with_replicas_as_json() -> None:
 
 
 def test_what_is_started_is_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[tuple[Any, list[str]]] = []
+    started: list[JobRequest] = []
 
-    def note(options: Any, script: list[str]) -> int:
-        started.append((options, script))
+    def note(request: JobRequest) -> int:
+        started.append(request)
         return 0
 
-    monkeypatch.setattr(execute, "run", note)
+    monkeypatch.setattr(bench, "carry_out", note)
     words = "--processes 4 --federated 2,2 --hsdp 1 --backend gloo --link-backend gloo --device cpu --json"
     assert main(["bench", *words.split(), *TINY]) == 0
-    [(options, (script, *passed))] = started
-    assert (options.processes, options.federated, options.hsdp) == (4, "2,2", 1) and Path(script).is_file()
+    [request] = started
+    layout, (script, *passed) = request.started.layout, request.command
+    assert (layout.sizes, layout.replica_size) == ((2, 2), 1) and Path(script).is_file()
     given = {"--megabytes=0.5", "--repeats=2", "--warmup=1", "--backend=gloo", "--device=cpu", "--json"}
     assert given | {"--link-backend=gloo"} <= set(passed), passed
 

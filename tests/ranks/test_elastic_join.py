@@ -20,6 +20,7 @@ from tests.ranks.test_elastic import journal, lighthouse, of_all, pytestmark  # 
 from tests.worlds import be_launched, run_world
 from xffl.aggregation import LoopHooks
 from xffl.aggregation.algorithms.every_steps import EverySteps
+from xffl.distributed import ElasticParameters
 
 
 class Counter(nn.Module):
@@ -420,3 +421,48 @@ def test_cells_take_over_what_no_round_moves(lighthouse: str, tmp_path: Path, op
             assert joined[name].equal(value), name
             assert ended[name].equal(value), name
     assert not told[0][0]["own"].equal(told[2][0]["own"])
+
+
+def come_with_moments(rank: int, world: int, url: str, ports: tuple[int, ...], folder: str) -> dict[int, list[Any]]:
+    """Train a cell of two shards, and one of a single rank that comes late; by round all that the optimizer keeps."""
+    cell = rank // 2
+    while cell and not (Path(folder) / "late").exists():
+        time.sleep(0.01)
+    be_launched(rank % 2, 2 - cell, ports[cell])
+    os.environ["XFFL_TOKEN"] = "the run's own token"
+    seen: dict[int, list[Any]] = {}
+    with xffl.session(cell=cell, cells=2, elastic=ElasticParameters(lighthouse=url), timeout_s=60) as state:
+        torch.manual_seed(0)
+        model = xffl.shard(nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 1)), state)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+        def note() -> None:
+            values = [one for parameter in model.parameters() for one in optimizer.state[parameter].values()]
+            whole = [one.full_tensor() if isinstance(one, DTensor) else one for one in values]
+            seen[scaling.aggregator.rounds] = [one.tolist() for one in whole]
+
+        def on_round(report: xffl.RoundReport) -> None:
+            note()
+            if report.round == 3:
+                (Path(folder) / "late").touch()
+
+        moments = "average:every=1000"
+        scaling = xffl.FederatedScaling(model, optimizer, state, every=2, on_round=on_round, moments=moments)
+        with scaling:
+            note()
+            while (len(seen) < 4 if cell else scaling.local_steps < 10_000) and not (Path(folder) / "end").exists():
+                model(torch.randn(4, 5)).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                time.sleep(0.02)
+            (Path(folder) / "end").touch()
+    return seen
+
+
+def test_a_late_cell_takes_the_moments_over_with_the_model(lighthouse: str, tmp_path: Path) -> None:  # noqa: F811
+    ports = (free_port(), free_port())
+    told = run_world(3, come_with_moments, lighthouse, ports, str(tmp_path), init=False, timeout_s=100)
+    first = min(told[2])
+    assert first > 3 and told[2][first][0] == 2.0 * (first - 1)  # steps of the other cell, which founded the run alone
+    assert told[0][first] == told[1][first] == told[2][first]
+    assert told[0][first + 1] != told[2][first + 1]  # they have gone on by themselves

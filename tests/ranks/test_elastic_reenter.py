@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 from contextlib import nullcontext
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -13,10 +16,13 @@ from torch import nn
 
 import xffl
 from tests.ports import free_port
-from tests.ranks.test_elastic import journal, lighthouse, pytestmark  # noqa: F401 - fixtures and marks
+from tests.ranks.test_elastic import journal, lighthouse, of_all, pytestmark  # noqa: F401 - fixtures and marks
 from tests.worlds import be_launched, run_world
 from xffl.aggregation.federations.elastic import ElasticAggregator
 from xffl.distributed import DeviceParameters, ElasticParameters
+from xffl.distributed.several_worlds.cross_world import CrossWorldGroup
+from xffl.elastic.federation import ElasticFederation
+from xffl.journal.records import JournalUnreachable
 
 BLOCKS = 6
 RANKS = 2
@@ -28,8 +34,10 @@ def count_held() -> tuple[int, int, int]:
     return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")), groups
 
 
-def enter_again(rank: int, world: int, url: str, ports: tuple[int, ...]) -> list[tuple[int, int, int]]:
+def enter_again(rank: int, world: int, url: str, ports: tuple[int, ...], folder: str) -> list[tuple[int, int, int]]:
     """Train in several blocks, every other one of which an error ends, with a round under way.
+
+    The cells begin each of them together. One may end it without the other, where that is lost for a moment.
 
     Return what is held in each of them.
     """
@@ -37,6 +45,7 @@ def enter_again(rank: int, world: int, url: str, ports: tuple[int, ...]) -> list
     be_launched(place, RANKS, ports[cell])
     os.environ["XFFL_TOKEN"] = "the run's own token"
     held: list[tuple[int, int, int]] = []
+    are_under_way: list[bool] = []
     gc.disable()  # nobody knows when it would run
     elastic = ElasticParameters(lighthouse=url)
     with xffl.session(cell=cell, cells=world // RANKS, elastic=elastic, timeout_s=60) as state:
@@ -46,24 +55,79 @@ def enter_again(rank: int, world: int, url: str, ports: tuple[int, ...]) -> list
         generator = torch.Generator().manual_seed(rank)
         for block in range(BLOCKS):
             fails = block % 2 == 1
+            Path(folder, f"{block}.{rank}").touch()
+            while len(list(Path(folder).glob(f"{block}.*"))) < world:
+                time.sleep(0.02)
             with pytest.raises(KeyError, match="an error of the loop") if fails else nullcontext(), scaling:
                 for _ in range(4 if fails else 5):
                     model(torch.randn(4, 2, generator=generator)).square().mean().backward()
                     optimizer.step()
                     optimizer.zero_grad()
                 held.append(count_held())
-                assert scaling.is_under_way == fails
+                are_under_way.append(scaling.is_under_way)
+                assert fails or not are_under_way[-1]
                 if fails:
                     raise KeyError("an error of the loop")
+    assert any(are_under_way)
     return held
 
 
-def test_a_block_that_ends_gives_back_its_threads_descriptors_and_groups(lighthouse: str) -> None:  # noqa: F811
+def test_a_block_that_ends_gives_back_its_threads_descriptors_and_groups(lighthouse: str, tmp_path: Path) -> None:  # noqa: F811
     ports = tuple(free_port() for _ in range(2))
-    for held in run_world(2 * RANKS, enter_again, lighthouse, ports, init=False, timeout_s=100):
+    for held in run_world(2 * RANKS, enter_again, lighthouse, ports, str(tmp_path), init=False, timeout_s=100):
         # Threads that look at a meeting, or wait for a message, end a moment later.
         for values, slack in zip(zip(*held[1:], strict=True), (4, 2, 0), strict=True):
             assert max(values[-2:]) <= max(values[:2]) + slack, held
+
+
+def lose(*_: object) -> None:
+    raise RuntimeError("lost")
+
+
+def lose_journal(*_: object) -> None:
+    raise JournalUnreachable("lost")
+
+
+WAYS = (
+    (CrossWorldGroup, "unproven", lose),  # the round does not begin
+    (CrossWorldGroup, "_wait_apart", lose),  # it breaks while local steps are made
+    (ElasticFederation, "publish", lose_journal),  # and is in doubt
+)
+
+
+def lose_contact_again(rank: int, world: int, url: str, port: int) -> list[tuple[int, int, int]]:
+    """Be a rank of the only cell, whose first delayed round breaks in each block, in all ways in turn.
+
+    Return what is held behind each block.
+    """
+    be_launched(rank, world, port)
+    held: list[tuple[int, int, int]] = []
+    gc.disable()  # nobody knows when it would run
+    with xffl.session(cell=0, cells=1, elastic=of_all(url, 1), timeout_s=60) as state:
+        model = xffl.shard(nn.Linear(2, 2), state)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaling = xffl.FederatedScaling(model, optimizer, state, every=2, delay=1)
+        for number in range(len(WAYS) + 1):
+            failing = mock.patch.object(*WAYS[number % len(WAYS)])
+            with scaling:
+                for step in range(5):
+                    if step == 1:  # the next round starts
+                        scaling.aggregator._federation.drop()
+                        failing.start()
+                    model(torch.ones(4, 2)).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    if step == 2:  # it was merged
+                        failing.stop()
+            held.append(count_held())
+    return held
+
+
+def test_a_delayed_round_that_broke_keeps_nothing(lighthouse: str) -> None:  # noqa: F811
+    """Its error's traceback refers to groups that are given back, and to what refers to the error."""
+    for held in run_world(RANKS, lose_contact_again, lighthouse, free_port(), init=False, timeout_s=100):
+        for values, slack in zip(zip(*held, strict=True), (2, 4, 0), strict=True):
+            assert max(values) <= min(values) + slack, held
 
 
 class Stage(nn.Module):

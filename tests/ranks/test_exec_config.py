@@ -23,10 +23,14 @@ from rich.filesize import decimal
 from tests.ports import free_port
 from tests.ranks.test_session import be_rank
 from tests.worlds import run_script, run_world
-from xffl.cli import execute
 from xffl.cli.main import main
-from xffl.cluster.launch.elastic import CellJob, LighthouseProcess
 from xffl.cluster.launch.job_layout import LaunchOptions
+from xffl.jobs import cells, ranks
+from xffl.jobs.cells import CellJob
+from xffl.jobs.dispatch import carry_out
+from xffl.jobs.lighthouse import LighthouseProcess
+from xffl.jobs.programs import configured
+from xffl.jobs.request import read_request, write_request
 from xffl.run_report.reader import read_run
 from xffl.training.config.configuration import print_text, read_job, take_over
 
@@ -119,14 +123,14 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         found.append({"processes": processes, "command": command, **asked})
         return 0
 
-    monkeypatch.setattr(execute, "launch_local", note)
+    monkeypatch.setattr(ranks, "launch_local", note)
     return found
 
 
 def test_options_beat_the_section_launch(
     project: Path, launched: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rank = str(Path(execute.__file__).with_name("exec_rank.py"))
+    rank = str(Path(configured.__file__).with_name("configured_rank.py"))
     cases: list[tuple[str, int, dict[str, str], float | None]] = [
         ("config.yaml", 2, {"XFFL_FEDERATED": "1,1"}, None),
         ("--processes 4 --federated 2,2 --hsdp 1 config.yaml", 4, {"XFFL_FEDERATED": "2,2", "XFFL_HSDP": "1"}, None),
@@ -139,7 +143,7 @@ def test_options_beat_the_section_launch(
         given = words.split()
         assert main(["exec", *given]) == 0, words
         found = launched.pop()
-        assert found["command"] == [rank]
+        assert found["command"] == (rank,)
         _, resolved = take_over(found["environ"].pop("XFFL_RESOLVED"))
         _, read = read_job("config.yaml", given[given.index("config.yaml") + 1 :])
         assert print_text(resolved) == print_text(read)
@@ -187,29 +191,34 @@ def test_a_configuration_of_all_cells_is_that_of_each_cell_of_an_elastic_run(
         "trainer: fake_run.Trainer\nlaunch: {processes: 3, federated: [1, 2]}\nexperiment: {output_dir: out}\n"
     )
     jobs: list[CellJob] = []
-    monkeypatch.setattr(execute, "launch_cells", lambda cells, **more: jobs.extend(cells) or 0)
-    monkeypatch.setattr(execute, "own_lighthouse", lambda: nullcontext(LighthouseProcess.__new__(LighthouseProcess)))
+    monkeypatch.setattr(cells, "launch_cells", lambda cells, **more: jobs.extend(cells) or 0)
+    monkeypatch.setattr(cells, "own_lighthouse", lambda: nullcontext(LighthouseProcess.__new__(LighthouseProcess)))
     monkeypatch.setattr(LighthouseProcess, "address", "127.0.0.1:1", raising=False)
     monkeypatch.setattr(LighthouseProcess, "journal", None)
     assert main(["exec", "--elastic", "run.yaml", "--experiment.seed", "3"]) == 0
     assert {job.environ["XFFL_JOURNAL"] for job in jobs} == {os.path.abspath("out/lighthouse.journal")}
     # One cell elsewhere has the ranks that the configuration gives it, unless it is told others.
-    environ = {"XFFL_CELL": "1/2", "XFFL_LIGHTHOUSE": "http://a:1"}
-    jobs += [CellJob(1, words, ["run.yaml"], environ) for words in ([], ["--processes=4"])]
+    monkeypatch.setenv("XFFL_TOKEN", "none")
+    for more in ([], ["--processes=4"]):
+        words = ["--elastic=a:1", "--cell=1/2", *more, "run.yaml", "--experiment.seed", "3"]
+        assert main(["exec", *words]) == 0
     for job, processes in zip(jobs, (1, 2, 2, 4), strict=True):
-        with monkeypatch.context() as patch:
-            for name in ("XFFL_CELL", "XFFL_LIGHTHOUSE"):
-                patch.setenv(name, job.environ[name])
-            assert main(["exec", *job.options, "--", *job.command]) == 0
+        (project / "request.json").write_text(write_request(job.request))
+        assert carry_out(read_request(project / "request.json")) == 0
         found = launched.pop()
         _, resolved = take_over(found["environ"].pop("XFFL_RESOLVED"))
         assert resolved.config.experiment.output_dir == f"out/cell_{job.number}"
-        assert (found["processes"], found["environ"]) == (processes, {"XFFL_CELL": f"{job.number}/2"})
-        assert resolved.config.experiment.seed == (
-            3 if job in jobs[:2] else resolved.config.experiment.__class__().seed
-        )
-    monkeypatch.setenv("XFFL_CELL", "1/3")
+        assert resolved.config.experiment.seed == 3
+        assert {**job.environ, **found["environ"]}["XFFL_CELL"] == f"{job.number}/2"
+        assert found["processes"] == processes
+    # A job that variables make such a cell is one, too.
+    monkeypatch.setenv("XFFL_CELL", "1/2")
     monkeypatch.setenv("XFFL_LIGHTHOUSE", "http://a:1")
+    assert main(["exec", "run.yaml"]) == 0
+    found = launched.pop()
+    del found["environ"]["XFFL_RESOLVED"]
+    assert (found["processes"], found["environ"]) == (2, {"XFFL_CELL": "1/2"})
+    monkeypatch.setenv("XFFL_CELL", "1/3")
     assert main(["exec", "run.yaml"]) == 2 and not launched
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,8 +15,11 @@ import pytest
 
 from tests.ports import free_port
 from xffl.cli.main import main
-from xffl.cluster.launch.elastic import CellJob, launch_cells
 from xffl.errors import LaunchError
+from xffl.jobs import cells
+from xffl.jobs.cells import CellJob, launch_cells
+from xffl.jobs.options import JobOptions
+from xffl.jobs.resolve import resolve
 from xffl.journal.folder import JournalFolder
 from xffl.journal.place import derive_journal, open_journal
 from xffl.journal.records import ForgetRecord, Record, RecoverRecord, Start, StartRecord, VoidRecord, make_id
@@ -122,29 +126,29 @@ def test_what_is_no_journal_of_a_lighthouse(
     assert told in capsys.readouterr().err
 
 
-def job_of(folder: Path, journal: str, has_saved: Callable[[], bool] | None = None, **variables: str) -> CellJob:
+def job_of(folder: Path, journal: str, home: str | None = None, **variables: str) -> CellJob:
     """Return the job of cell 1 of two, which runs a script in a folder."""
     told = {"XFFL_CELL": "1/2", "XFFL_LIGHTHOUSE": "http://127.0.0.1:1", "XFFL_JOURNAL": journal}
-    return CellJob(
-        number=1,
-        options=["--launcher=local", "--processes=1"],
-        command=[str(folder / "script.py")],
-        environ={**os.environ, **told, **variables},
-        has_saved=has_saved,
-    )
+    request = resolve(JobOptions(launcher="local", processes=1), [str(folder / "script.py")])
+    return CellJob(1, replace(request, home=home), environ={**os.environ, **told, **variables})
 
 
 @pytest.mark.parametrize(
     ("has_saved", "forgotten"), [(False, [1]), (True, []), (None, [])], ids=["lost", "saved", "unknown"]
 )
 def test_a_cell_that_is_lost_for_good_is_forgotten(
-    has_saved: bool | None, forgotten: list[int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    has_saved: bool | None,
+    forgotten: list[int],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder = JournalFolder(tmp_path / "journal")
     name = make_id()
     folder.put(StartRecord(name, 0, name, (Start(1, make_id(), None),)))
     (tmp_path / "script.py").write_text("import sys\nsys.exit(7)\n")
-    job = job_of(tmp_path, str(folder.path), has_saved=None if has_saved is None else lambda: bool(has_saved))
+    monkeypatch.setattr(cells, "may_have_saved", lambda home: has_saved)
+    job = job_of(tmp_path, str(folder.path), home=None if has_saved is None else "run")
     assert launch_cells([job], restarts=0) == 7
     assert [record.cell for record in folder.read_from(1) if isinstance(record, ForgetRecord)] == forgotten
     assert ("forgets what cell 1 holds" in capfd.readouterr().err) == bool(forgotten)
@@ -155,7 +159,7 @@ def test_a_cell_that_its_journal_has_no_record_of_is_not_forgotten_again_and_aga
 ) -> None:
     folder = JournalFolder(tmp_path / "journal")
     (tmp_path / "script.py").write_text("import sys\nsys.exit(7)\n")
-    job = job_of(tmp_path, str(folder.path), has_saved=lambda: False)
+    job = job_of(tmp_path, str(folder.path), home=str(tmp_path / "run"))
     assert launch_cells([job], restarts=0) == 7
     assert capfd.readouterr().err.count("has a cell 1: there is nothing to forget") == 1
     assert folder.read_from(0) == []

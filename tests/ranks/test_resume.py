@@ -42,6 +42,11 @@ CASES: dict[str, Case] = {
         "federated": (1, 2),
         "federation": {"algorithm": "streaming_diloco", "every": 2},
     },
+    "moments": {
+        "ranks": 2,
+        "federated": (1, 1),
+        "federation": {"algorithm": "desloc", "every": 2},
+    },
     "scaffold": {
         "ranks": 2,
         "federated": (1, 1),

@@ -6,8 +6,9 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -32,13 +33,14 @@ def test_all_are_asked_at_once_and_each_has_its_own_time() -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5))
     store.set(PROOF_KEY, "")
     living, ended = f"127.0.0.1:{store.port}", f"127.0.0.1:{free_port()}"
-    with closing(socket.create_server(("127.0.0.1", 0))) as one, closing(socket.create_server(("127.0.0.1", 0))) as two:
-        stopped = [f"127.0.0.1:{server.getsockname()[1]}" for server in (one, two)]  # connections, but no answer
+    with ExitStack() as servers:
+        ports = [servers.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(60)]
+        stopped = [f"127.0.0.1:{port}" for port in ports]  # connections, but no answer
         begun = time.monotonic()
-        silent = Answers().find_silent({living: 10.0, ended: 10.0, stopped[0]: 0.8, stopped[1]: 0.6})
+        silent = Answers().find_silent({living: 60.0, ended: 60.0, **dict.fromkeys(stopped, 0.8)})
         seconds = time.monotonic() - begun
     assert silent == {ended, *stopped}
-    assert 0.8 <= seconds < 1.35  # neither one after the other nor for as long as the others might take
+    assert 0.8 <= seconds < 30  # neither one after the other nor for as long as the others might take
     assert ask_store(living, PROOF_KEY) is True and ask_store(living, "else") is False
     assert ask_store(ended, PROOF_KEY) is None
 
@@ -47,11 +49,13 @@ def test_who_was_asked_before_has_had_its_time_and_old_answers_do_not_count(monk
     questions = Answers()
     with closing(socket.create_server(("127.0.0.1", 0))) as server:
         place = f"127.0.0.1:{server.getsockname()[1]}"
+        monkeypatch.setattr(answers, "FRESH_S", 1000.0)
         questions.ask([place])
-        time.sleep(0.5)
         begun = time.monotonic()
-        assert questions.find_silent({place: 0.5}) == {place}
-        assert time.monotonic() - begun < 0.4
+        monkeypatch.setattr(answers, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + 60))
+        assert questions.find_silent({place: 60.0}) == {place}
+        assert time.monotonic() - begun < 30
+        monkeypatch.setattr(answers, "time", time)
     monkeypatch.setattr(answers, "FRESH_S", 0.2)
     ended = f"127.0.0.1:{free_port()}"
     questions.ask([ended])
@@ -59,4 +63,4 @@ def test_who_was_asked_before_has_had_its_time_and_old_answers_do_not_count(monk
     host, _, port = ended.rpartition(":")
     back = TCPStore(host, int(port), is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5))
     back.set(PROOF_KEY, "")
-    assert not questions.find_silent({ended: 5.0})
+    assert not questions.find_silent({ended: 20.0})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -10,8 +11,10 @@ import subprocess
 import sys
 import textwrap
 from argparse import ArgumentTypeError
+from contextlib import redirect_stderr, redirect_stdout
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,7 +45,17 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def xffl(*words: str) -> subprocess.CompletedProcess[str]:
-    """Run the command line in a process that cannot import torch."""
+    """Run the command line in this process."""
+    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
+        try:
+            code: Any = main(list(words))
+        except SystemExit as left:
+            code = left.code or 0
+    return subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())
+
+
+def without_torch(*words: str) -> subprocess.CompletedProcess[str]:
+    """Run it in a process that cannot import torch."""
     return subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH, *words], capture_output=True, text=True, timeout=60, check=False
     )
@@ -70,7 +83,7 @@ def test_commands_of_the_upstream_project_name_what_took_over(command: str, succ
 
 
 def test_plan_draws_without_torch() -> None:
-    ran = xffl("plan", "--federated", "4,4", "--hsdp", "2", "--params", "8e9", "--link-gbps", "10")
+    ran = without_torch("plan", "--federated", "4,4", "--hsdp", "2", "--params", "8e9", "--link-gbps", "10")
     assert ran.returncode == 0, ran.stderr
     assert "8 ranks in 2 cells of 4" in ran.stdout
     assert "32 GB" in ran.stdout and "25.6 s at 10 Gbit/s" in ran.stdout
@@ -80,7 +93,7 @@ SIMULATE = "plan --simulate --federated 4,4 --hsdp 2 --params 8e9 --link-gbps 10
 
 
 def test_plan_forecasts_without_torch() -> None:
-    ran = xffl(*SIMULATE.split(), "--bucket-mib", "64", "--codec", "int8", "--backend", "nccl")
+    ran = without_torch(*SIMULATE.split(), "--bucket-mib", "64", "--codec", "int8", "--backend", "nccl")
     assert ran.returncode == 0, ran.stderr
     lines = [line.split() for line in ran.stdout.splitlines()]
     assert ["takes", "6.959", "s", "(all-gather,", "codec", "int8),", "of", "which"] in lines
@@ -174,7 +187,7 @@ INSIDE = (
 
 
 def test_plan_tells_of_the_inside_of_a_cell_without_torch() -> None:
-    ran = xffl(*INSIDE.split(), "--assumptions")
+    ran = without_torch(*INSIDE.split(), "--assumptions")
     assert ran.returncode == 0, ran.stderr
     lines = [line.split() for line in ran.stdout.splitlines()]
     assert ["Mesh", "of", "cell", "0:", "pp", "2", "x", "dp_shard", "2", "x", "tp", "2"] in lines
@@ -224,7 +237,7 @@ def test_plan_lays_a_cell_out(
 
 
 def test_env_without_torch() -> None:
-    ran = xffl("env")
+    ran = without_torch("env")
     assert ran.returncode == 0, ran.stderr
     assert "rank        0 of 1" in ran.stdout and "slurm     no, without SLURM_PROCID" in ran.stdout
 
@@ -241,7 +254,7 @@ def test_env_as_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
 
 
 def test_list_tells_name_line_and_paper_without_torch() -> None:
-    ran = xffl("list", "algorithms")
+    ran = without_torch("list", "algorithms")
     assert ran.returncode == 0, ran.stderr
     lines = [re.split(r" {2,}", line.strip()) for line in ran.stdout.splitlines()]
     assert lines[0] == ["kind", "name", "what it does", "paper"]
@@ -254,7 +267,7 @@ def test_list_tells_name_line_and_paper_without_torch() -> None:
 
 
 def test_list_as_json_and_by_kind_without_torch() -> None:
-    every = json.loads(xffl("list", "algorithms", "--json").stdout)
+    every = json.loads(without_torch("list", "algorithms", "--json").stdout)
     algorithms = json.loads(xffl("list", "algorithms", "--kind", "algorithm", "--json").stdout)
     assert algorithms == [entry for entry in every if entry["kind"] == "algorithm"] and len(algorithms) < len(every)
     assert {"name", "line", "paper", "options", "takes"} <= every[0].keys()
@@ -538,7 +551,7 @@ def test_bench_starts_no_processes_under_a_launcher(
 
 
 def test_help_of_bench_needs_no_torch() -> None:
-    ran = xffl("bench", "--help")
+    ran = without_torch("bench", "--help")
     assert ran.returncode == 0 and "srun" in ran.stdout, ran.stderr
 
 

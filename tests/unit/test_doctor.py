@@ -529,14 +529,14 @@ def test_a_host_that_is_silent_or_goes_is_not_waited_for(tmp_path: Path, monkeyp
     over = threading.Event()
 
     def silent() -> None:
-        over.wait(30)
+        over.wait(120)
         raise OSError("the test is over")  # its thread must not look at what belongs to the next test
 
     started = time.monotonic()
     report = examine_two(tmp_path, silent)
     over.set()
     (lost,) = [finding for finding in report.findings if finding.status == ERROR]
-    assert lost.host == "b" and "did not answer in time" in lost.text and time.monotonic() - started < 20
+    assert lost.host == "b" and "did not answer in time" in lost.text and time.monotonic() - started < 60
 
 
 def test_a_clock_that_is_ahead_is_measured(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from xffl.cli.execute import _tell
 from xffl.cluster.launch import failure, runner
 from xffl.cluster.launch.failure import (
     RankFailure,
@@ -29,6 +28,7 @@ from xffl.cluster.listening import PortHeldError
 from xffl.cluster.reaching import UnansweredError
 from xffl.distributed.failures.first_failure import JoinedWorld, tell_failure
 from xffl.errors import ConfigError, LaunchError, RoundError, TopologyError
+from xffl.jobs.ranks import tell_failure as tell_first
 from xffl.topology import Topology
 
 
@@ -89,7 +89,7 @@ def test_what_a_script_answers_with_an_error_of_xffl_is_shown(
     with pytest.raises(ConfigError):
         fail(error)
     layout: Any = SimpleNamespace(cell=None, topology=SimpleNamespace(world_size=1), cell_of=lambda rank: None)
-    _tell(RankFailure(0, 2, describe_failure(error)), layout, with_traceback=False)
+    tell_first(RankFailure(0, 2, describe_failure(error)), layout, with_traceback=False)
     told = capsys.readouterr().err
     assert ("KeyError: 'a'" in told) is ("Traceback" in told) is is_shown
     assert told.splitlines()[-1].startswith("xffl: rank 0 failed with ConfigError: wrapped by the script (at ")

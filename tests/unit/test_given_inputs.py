@@ -34,9 +34,9 @@ DIGITS = "9" * 5000
 
 @pytest.fixture(autouse=True)
 def _at_once() -> Any:
-    since = time.monotonic()
+    since = time.process_time()
     yield
-    assert time.monotonic() - since < 10
+    assert time.process_time() - since < 10
 
 
 # Lists and numbers ----------------------------------------------------------------------------------------------------

@@ -539,12 +539,12 @@ def test_a_client_does_not_wait_for_ever_for_bytes(monkeypatch: pytest.MonkeyPat
 
 
 def drip(connection: socket.socket, start: bytes) -> float:
-    """Send a byte every so often until the other side hangs up, for ten seconds at most; return how long it took."""
+    """Send a byte every so often until the other side hangs up, for a minute at most; return how long it took."""
     begun = time.monotonic()
     connection.settimeout(0.05)
     with suppress(ConnectionError):
         connection.sendall(start)
-        while time.monotonic() < begun + 10:
+        while time.monotonic() < begun + 60:
             connection.sendall(b"x")
             with suppress(TimeoutError):
                 if not connection.recv(1000):
@@ -563,20 +563,20 @@ def test_a_client_does_not_wait_longer_than_its_patience_for_bytes_that_drip(
         while True:
             try:
                 connection = dripping.accept()[0]
-            except TimeoutError:
-                return
+            except OSError:
+                return  # the test is over
             with connection:
                 drip(connection, start)
 
     with socket.create_server(("127.0.0.1", 0)) as dripping:
-        dripping.settimeout(3)
         serving = threading.Thread(target=serve)
         serving.start()
         journal = RemoteJournal(f"http://127.0.0.1:{dripping.getsockname()[1]}", TOKEN, patience_s=patience_s)
         begun = time.monotonic()
         with pytest.raises(JournalUnreachable, match="timed out"):
             journal.read_from(0)
-        assert max(patience_s, 0.5) <= time.monotonic() - begun < 5
+        assert max(patience_s, 0.5) <= time.monotonic() - begun < 30
+        dripping.shutdown(socket.SHUT_RDWR)
         serving.join()
 
 
@@ -589,7 +589,7 @@ def test_a_service_does_not_wait_long_for_a_request_that_drips(
     monkeypatch.setattr("xffl.journal.service.REQUEST_S", 0.5)
     place = urlsplit(service.url)
     with socket.create_connection((place.hostname, place.port), 10) as connection:
-        assert drip(connection, start) < 5
+        assert drip(connection, start) < 30
 
 
 def test_a_slow_disk_does_not_cost_the_answer(

@@ -19,8 +19,7 @@ from tests.listening import Listener, find_listeners
 from tests.ports import free_port
 from xffl.cluster import listening, reaching
 from xffl.cluster.environment import ProcessEnvironment
-from xffl.cluster.gloo_beyond_host import gloo_beyond_this_host
-from xffl.cluster.listening import open_listener
+from xffl.cluster.listening import gloo_beyond_this_host, open_listener
 from xffl.cluster.network import (
     LOCAL_VARIABLE,
     Interface,

@@ -150,7 +150,7 @@ def test_arithmetic_command_line_and_plan_do_without_torch() -> None:
 
 
 def test_rooms_without_torch_load_none() -> None:
-    modules = [name for name in MODULES if name.split(".")[1] in (*WITHOUT_TORCH, "cli")]
+    modules = [name for name in MODULES if name.split(".")[1] in (*WITHOUT_TORCH, "cli", "jobs")]
     code = f"import importlib\nfor name in {modules!r}: importlib.import_module(name)\nprint(len(sys.modules))"
     assert int(run_without(("torch", "matplotlib", "mpi4py"), code)) > len(modules)
 

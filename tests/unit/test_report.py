@@ -330,3 +330,8 @@ def test_importing_and_drawing_text_needs_no_torch_and_no_matplotlib() -> None:
         "round_traffic(Topology(8, (4, 4), 2), 8e9)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_moments_are_bytes_of_the_rounds_that_they_take_part_in() -> None:
+    told = round_traffic(Topology(4, (2, 2), 2), 6e6, moments={"exp_avg": 3, "exp_avg_sq": 6})["moments"]
+    assert told == {"periods": {"exp_avg": 3, "exp_avg_sq": 6}, "mean_bytes": 12e6, "most_bytes": 48e6}

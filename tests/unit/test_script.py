@@ -10,8 +10,6 @@ import sys
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -30,6 +28,8 @@ from xffl.cluster.launch.failure import (
 )
 from xffl.cluster.launch.script import check_command, is_stream, name_of, read_source, run_command
 from xffl.errors import CheckpointError, ConfigError, LaunchError, RoundError
+from xffl.jobs.asked_cells import AskedCells
+from xffl.jobs.options import JobOptions
 
 ROOT = Path(__file__).parents[2]
 MAIN = [sys.executable, str(ROOT / "xffl" / "__main__.py")]
@@ -317,7 +317,7 @@ def test_an_error_of_all_ranks_is_told_by_one(
 
 
 def test_options_behind_the_script_are_hinted_at(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from xffl.cli.execute import _hint_at_options
+    from xffl.jobs.programs.script import hint_at_options
 
     for words, hint in (
         ("train.py --federated 2,2 --lr 1 --processes=3", "--federated, --processes behind train.py goes"),
@@ -326,23 +326,19 @@ def test_options_behind_the_script_are_hinted_at(here: Path, capsys: pytest.Capt
         ("train.py --help --lr", ""),
         ("--federated.py", ""),
     ):
-        _hint_at_options(words.split())
+        hint_at_options(words.split())
         told = capsys.readouterr().err
         assert (told.startswith(f"xffl: {hint}") and told.count("\n") == 1) if hint else told == "", told
 
 
-def test_a_stream_under_a_launcher_is_refused_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    from xffl.cli import execute
+def test_a_stream_under_a_launcher_is_refused_on_every_rank() -> None:
+    from xffl.jobs.programs import script
 
-    options: Any = SimpleNamespace(source=None, hosts=None)
-    monkeypatch.setattr(execute, "_started", lambda options: 2)
-    with mock.patch.object(execute, "read_source") as read, pytest.raises(LaunchError, match="started 2 processes"):
-        execute._look_at_script(options, ["/dev/stdin"], is_first=True)
+    with mock.patch.object(script, "read_source") as read, pytest.raises(LaunchError, match="started 2 processes"):
+        script.read_script(JobOptions(), ["/dev/stdin"], AskedCells(), started=2)
     assert not read.called
-    monkeypatch.setattr(execute, "_started", lambda options: 1)
-    with mock.patch.object(execute, "read_source", return_value="text"):
-        execute._look_at_script(options, ["-"], is_first=True)
-    assert options.source == "text"
+    with mock.patch.object(script, "read_source", return_value="text"):
+        assert script.read_script(JobOptions(), ["-"], AskedCells(), started=1).source == "text"
 
 
 def test_a_record_of_an_older_rank_is_read() -> None:

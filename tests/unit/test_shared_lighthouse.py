@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from xffl.cluster.launch import elastic
-from xffl.cluster.launch.elastic import SharedLighthouse
 from xffl.errors import LaunchError
+from xffl.jobs import lighthouse
+from xffl.jobs.lighthouse import SharedLighthouse
 
 SILENCE_S = 0.3
 
@@ -55,9 +55,9 @@ class Job(SharedLighthouse):
 
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(elastic, "LighthouseProcess", Listener)
-    monkeypatch.setattr(elastic, "_require_torchft", lambda: None)
-    monkeypatch.setattr(elastic, "_SILENCE_S", SILENCE_S)
+    monkeypatch.setattr(lighthouse, "LighthouseProcess", Listener)
+    monkeypatch.setattr(lighthouse, "_require_torchft", lambda: None)
+    monkeypatch.setattr(lighthouse, "_SILENCE_S", SILENCE_S)
     monkeypatch.setenv("XFFL_IFNAME", "lo")
     return tmp_path / "run" / "lighthouse"
 

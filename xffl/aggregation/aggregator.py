@@ -38,7 +38,7 @@ from xffl.aggregation.engine.exchange import Exchange, RoundRun
 from xffl.aggregation.engine.global_model import GlobalModel
 from xffl.aggregation.engine.global_state import load_memory, save_memory, share_global_model
 from xffl.aggregation.engine.groups import RoundScope
-from xffl.aggregation.engine.planning.tensors import Manifest, Pattern
+from xffl.aggregation.engine.planning.tensors import Manifest, Pattern, TensorsBeside
 from xffl.aggregation.engine.setup import (
     ComparedModels,
     agree_on_number,
@@ -122,6 +122,8 @@ class Aggregator:
         :class:`~xffl.aggregation.privacy.SecureSum`. Twice the bytes of fp32; at least three cells.
     :param norms: Measure the norm of each cell's update, for reports and for rounds that depend on it.
     :param extra: Tensors that are averaged beside the model's, such as control variates.
+    :param moments: Average what optimizers keep beside the parameters, or start it anew: an
+        :class:`~xffl.aggregation.optimizer_moments.OptimizerMoments`.
     :param gradients_reduced_by_caller: Take a model of which nothing tells that its gradients are reduced over the
         ranks of a cell, since the training loop does so itself. Without it each parameter that trains is refused that
         neither FSDP2 nor DistributedDataParallel over the cell, nor a strategy, has (:doc:`/strategies`).
@@ -150,6 +152,7 @@ class Aggregator:
         secure: bool | SecureSum = False,
         norms: bool = False,
         extra: nn.Module | None = None,
+        moments: TensorsBeside | None = None,
         gradients_reduced_by_caller: bool = False,
         **removed: object,
     ) -> None:
@@ -187,7 +190,7 @@ class Aggregator:
             if extra is not None and fragments > 1:
                 raise ConfigError("extra tensors go with every round, so they need fragments=1")
             weights, self._keepers = read_weights(model)
-            return options, Manifest(weights, policies, codec, extra)
+            return options, Manifest(weights, policies, codec, extra=extra, moments=moments)
 
         ranks: DistributedState | RoundScope = state
         if isinstance(state, DistributedState) and state.isolated is not None:
@@ -220,7 +223,7 @@ class Aggregator:
         # The global model, what servers keep and buffers outlive this call: a later round writes them outside of an
         # inference mode in which this is called.
         with torch.inference_mode(False):
-            exchange = make_exchange(compared)
+            exchange = make_exchange(compared, lambda: self.rounds)
         number = agree_on_number(compared, exchange.round_groups.world)
         coordinate = scope.coordinate or RoundCoordinator
         coordinator = coordinate(exchange, scope, options, number)
@@ -623,9 +626,14 @@ class Aggregator:
             with torch.inference_mode(False):
                 codecs.leftovers.load(residuals, given)
 
-    def resume_at(self, rounds: int) -> None:
-        """Count on behind so many rounds, the same on all ranks that make the next one; local."""
+    def resume_at(self, rounds: int, *, brings_up: bool = False) -> None:
+        """Count on behind so many rounds, the same on all ranks that make the next one; local.
+
+        ``brings_up`` says that the next one brings cells up to date that are behind.
+        """
         self.rounds = rounds
+        for stage in self._exchange.stages:
+            stage.note_cells_behind(brings_up)
 
     @property
     def all_finished(self) -> bool:

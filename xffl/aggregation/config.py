@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -24,6 +24,9 @@ from xffl.distributed.values.sharding import sharded_parameters
 from xffl.errors import ConfigError
 from xffl.naming import Writer
 from xffl.parallel.zero.mark import is_cut
+
+if TYPE_CHECKING:
+    from xffl.aggregation.algorithms.moments import Moments
 
 __all__ = [
     "RoundArguments",
@@ -45,10 +48,12 @@ class RoundConfig:
     delay: int  # local steps that go on while a round is under way
     alpha: float | None  # part of a local value that stays when a delayed mean is merged
     optimizers: tuple[Optimizer, ...] = ()  # whose steps are counted; none where the loop counts them
+    moments: Moments | None = None  # what rounds do with what optimizers keep beside the parameters
 
     def __str__(self) -> str:
         counted = "by optimizers" if self.optimizers else "by step()"
-        return f"every={self.schedule} {counted}, client={self.client}, delay={self.delay}, alpha={self.alpha}"
+        moments = "" if self.moments is None else f", moments={self.moments}"
+        return f"every={self.schedule} {counted}, client={self.client}, delay={self.delay}, alpha={self.alpha}{moments}"
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,7 @@ class RoundArguments:
     alpha: float | None
     client: object
     algorithm: object
+    moments: object = None
 
 
 def parse_round_config(
@@ -83,7 +89,8 @@ def parse_round_config(
             raise ConfigError("the aggregator was made for another model; give FederatedScaling the same one")
         if aggregator.is_closed:
             raise ConfigError("the aggregator is closed; make another one, or give a mapping of its options")
-        for what, value in (("algorithm", asked.algorithm), ("client", asked.client)):
+        of_making = (("algorithm", asked.algorithm), ("client", asked.client), ("moments", asked.moments))
+        for what, value in of_making:
             if value is not None:
                 raise ConfigError(
                     f"{what} {value!r} has a say in how the aggregator is made; give aggregator={{option: value}} "
@@ -94,6 +101,11 @@ def parse_round_config(
         raise ConfigError(
             f"client {config.client} changes gradients in the optimizer's step, but optimizer is None; give the "
             "optimizer, or leave the client out"
+        )
+    if config.moments is not None and not counted:
+        raise ConfigError(
+            f"moments={config.moments} is about what optimizers keep, but optimizer is None; give the optimizer, or "
+            "leave moments out"
         )
     config.schedule.check(cells)
     if weight is not None and not callable(weight):
@@ -123,6 +135,7 @@ def validate_round_config(asked: RoundArguments) -> None:
     if asked.delay is not None:
         _parse_delay(asked.delay, schedule)
     check_merge(asked.alpha)
+    _parse_moments(asked.moments, asked.aggregator)
     if asked.client is not None:
         registry.make("client", asked.client, writer=Writer.USER)
 
@@ -154,6 +167,7 @@ def _parse(asked: RoundArguments) -> RoundConfig:
         options=options,
         delay=_parse_delay(preset.get("delay", 0) if asked.delay is None else asked.delay, schedule),
         alpha=preset.get("alpha") if asked.alpha is None else asked.alpha,
+        moments=_parse_moments(preset.get("moments") if asked.moments is None else asked.moments, options),
     )
     _check_delay(config, aggregator)
     fragments = aggregator.fragments if isinstance(aggregator, Aggregator | Levels) else options.get("fragments", 1)
@@ -169,6 +183,18 @@ def _parse(asked: RoundArguments) -> RoundConfig:
     return config
 
 
+def _parse_moments(spec: object, options: Mapping[str, Any]) -> Moments | None:
+    """Return what rounds do with moments."""
+    if spec is None:
+        return None
+    from xffl.aggregation.algorithms.moments import moments_of
+
+    moments = moments_of(spec)
+    if moments is not None and "levels" in options:
+        raise ConfigError(f"moments={moments} does not go with levels; leave one of them out")
+    return moments
+
+
 def _check_keywords(options: Mapping[str, Any]) -> None:
     """Check the names of an aggregator's keywords."""
     if "levels" in options:
@@ -179,6 +205,8 @@ def _check_keywords(options: Mapping[str, Any]) -> None:
     for name in options:
         if name in REMOVED:
             refuse_removed([name])
+        if name == "moments":
+            raise ConfigError("moments are those of the loop's optimizers; give them beside aggregator, not in it")
         one_of("aggregator option", name, known)
 
 
@@ -211,6 +239,11 @@ def check_stepped(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
 def _check_delay(config: RoundConfig, aggregator: object) -> None:
     """Check what delayed rounds need."""
     delay = config.delay
+    if config.moments is not None and config.moments.mode == "average" and delay and config.alpha is None:
+        raise ConfigError(
+            f"moments={config.moments} with a delay needs alpha: mean + (local - copy) may make a second moment "
+            "negative; give alpha, such as 0.5"
+        )
     if config.alpha is not None and not delay:
         raise ConfigError(f"alpha {config.alpha!r} is for delayed rounds, but delay is 0; give a delay, too")
     check_merge(config.alpha)
@@ -250,4 +283,8 @@ def aggregator_options(config: RoundConfig, model: nn.Module, *, is_first: bool)
         set_up(client, model, config.optimizers, options.get("policies"))
     if client is not None and client.extra is not None:
         options["extra"] = client.extra
+    if config.moments is not None:
+        from xffl.aggregation.optimizer_moments import OptimizerMoments
+
+        options["moments"] = OptimizerMoments(config.moments, config.optimizers)
     return options

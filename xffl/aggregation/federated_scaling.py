@@ -93,6 +93,9 @@ class FederatedScaling:
     :param client: What changes the cells' local steps: ``fedprox``, ``scaffold``, with options, or an object of one's
         own (:class:`xffl.aggregation.algorithms.clients.Client`). Each needs one of its own, without delay and
         fragments.
+    :param moments: What rounds do with what the optimizers keep beside the parameters: ``local`` (nothing),
+        ``average`` their mean with the parameters' (``average:exp_avg=3,exp_avg_sq=6``: in each third and each sixth
+        round), or ``reset`` it. See :class:`~xffl.aggregation.algorithms.moments.Moments`.
     :param algorithm: An algorithm's name, with options: keywords for the aggregator and for here, which hold where
         nothing is given.
     :param hooks: What the loop wants to be asked by its rounds (:class:`xffl.aggregation.LoopHooks`).
@@ -120,6 +123,7 @@ class FederatedScaling:
         delay: int | None = None,
         alpha: float | None = None,
         client: str | Mapping[str, Any] | Client | None = None,
+        moments: str | Mapping[str, Any] | None = None,
         algorithm: str | Mapping[str, Any] | None = None,
         hooks: LoopHooks | None = None,
     ) -> None:
@@ -133,7 +137,13 @@ class FederatedScaling:
             if hooks is not None:
                 check_hooks(hooks)
             asked = RoundArguments(
-                every, aggregator=aggregator, delay=delay, alpha=alpha, client=client, algorithm=algorithm
+                every,
+                aggregator=aggregator,
+                delay=delay,
+                alpha=alpha,
+                client=client,
+                algorithm=algorithm,
+                moments=moments,
             )
             cell, cells = state.cell, state.cells
             config = parse_round_config(model, optimizers, asked, cells=cells, weight=weight)

@@ -141,6 +141,11 @@ class Options:
     def check_model(self, manifest: Manifest, device: torch.device) -> None:
         """Raise where an option does not go with the model or the device."""
         moving = manifest.moving
+        if (self.privacy is not None or self.secure is not None) and any(entry.moment for entry in moving):
+            raise ConfigError(
+                "moments tell of a cell's gradients, and privacy and secure sums are about updates of the model; leave "
+                "moments out, or give moments='reset'"
+            )
         if self.privacy is not None and (bare := [entry.name for entry in moving if not entry.is_stepped]):
             raise ConfigError(
                 f"privacy is for trainable parameters, but {bare[:5]} would cross as they are; give them policy 'local'"

@@ -11,7 +11,6 @@ from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
-from xffl.cli import execute
 from xffl.cli.main import command_parser
 from xffl.cli.numbers import size_in
 from xffl.cluster.environment import detect_environment
@@ -19,6 +18,9 @@ from xffl.cluster.recognition.find import launcher_of
 from xffl.cluster.sizes_text import parse_sizes
 from xffl.errors import ConfigError
 from xffl.files import write_whole
+from xffl.jobs.dispatch import carry_out
+from xffl.jobs.options import JobOptions
+from xffl.jobs.resolve import resolve
 
 __all__ = ["build_parser", "run"]
 
@@ -97,8 +99,8 @@ def _start(options: Namespace) -> int:
         _made(options.out)
     given = {name.replace("_", "-"): options[name] for name in _PASSED_ON if options[name] not in (None, False)}
     words = [f"--{name}" if value is True else f"--{name}={value}" for name, value in given.items()]
-    job = [f"--{name}={options[name]}" for name in ("processes", "federated", "hsdp") if options[name] is not None]
-    return execute.run(execute.build_parser().parse_args(job), [__file__, *words])
+    job = JobOptions(processes=options.processes, federated=options.federated, hsdp=options.hsdp)
+    return carry_out(resolve(job, [__file__, *words]))
 
 
 def _made(out: str) -> Path:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import inspect
 import os
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from importlib import import_module
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 from jsonargparse import ArgumentParser, DefaultHelpFormatter
 
@@ -19,7 +18,7 @@ from xffl.checks import one_of, visible
 from xffl.cli.numbers import NUMBER_TYPES
 from xffl.cli.terminal import visible_output
 from xffl.cli.upstream import refuse_upstream_command
-from xffl.cluster.launch.failure import ExitCode, tell_unmet
+from xffl.cluster.launch.failure import ExitCode, code_of_lost_output, tell_unmet
 from xffl.errors import XfflError
 
 __all__ = ["COMMANDS", "CommandParser", "HelpFormatter", "build_parser", "command_parser", "main"]
@@ -51,8 +50,6 @@ _RAW = ("bench", "cells", "exec", "list", "logs", "submit")
 
 _OF_RANKS = ("bench", "exec")
 """Commands that launchers start once for each rank."""
-
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 _EXAMPLES = """\
 examples:
@@ -120,14 +117,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ExitCode.REFUSED
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED
-    except BrokenPipeError:
-        _silence(sys.stdout, sys.stderr)  # the reader has gone ("xffl plan ... | head")
-        return ExitCode.BROKEN_PIPE
     except OSError as error:
-        if error.errno in _FULL:
-            print(f"xffl: {error}", file=sys.stderr)
-            _silence(sys.stdout)
-            return ExitCode.FAILED
+        if (lost := code_of_lost_output(error)) is not None:
+            return lost
         # A file that was named cannot be used. Ranks and their scripts show the traceback.
         if error.filename is None or words[0] == "exec":
             raise
@@ -164,13 +156,6 @@ def _open_standard_streams() -> None:
 def _starts_ranks(word: str) -> bool:
     """Tell whether a word of a command asks it to start ranks itself; pure."""
     return word.partition("=")[0] in ("--processes", "--hosts")
-
-
-def _silence(*streams: TextIO) -> None:
-    """Let what is still to be written go nowhere; Python would complain once more when it flushes at exit."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for stream in streams:
-        os.dup2(nowhere, stream.fileno())
 
 
 class CommandParser(ArgumentParser):

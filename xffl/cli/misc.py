@@ -176,11 +176,16 @@ def _list(options: Namespace) -> int:
     table = new_table()
     for column in ("kind", "name", "what it does", "paper"):
         table.add_column(column, no_wrap=column in ("kind", "name"))
+    shows_bytes = options.kind in (None, "algorithm")
+    if shows_bytes:  # of each fp32 parameter, in the mean over rounds
+        table.add_column("what moves")
+        table.add_column("bytes a parameter and round")
     if options.kind is not None:
         table.add_column("options")
     for entry in listed:
         takes = [describe_entry(entry)] if options.kind is not None else []
-        table.add_row(entry.kind, entry.name, entry.line, entry.paper or "-", *takes)
+        moves = [entry.moves or "-", "-" if entry.nbytes is None else f"{entry.nbytes:.3g}"] if shows_bytes else []
+        table.add_row(entry.kind, entry.name, entry.line, entry.paper or "-", *moves, *takes)
     print_table(table)
     return 0
 

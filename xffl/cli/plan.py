@@ -7,6 +7,7 @@ import math
 import sys
 from bisect import bisect_right
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict
 from itertools import accumulate
 from math import prod
@@ -127,6 +128,12 @@ def build_parser() -> ArgumentParser:
     parser.add_argument(
         "--pcie-gbps", type=real, metavar="GBPS", help="rate between a GPU and its host, with gloo (default: 200)"
     )
+    parser.add_argument(
+        "--moments",
+        type=str,
+        metavar="WORDS",
+        help="count means of --optimizer's moments, too: average:exp_avg=3,exp_avg_sq=6, or reset",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--assumptions", action="store_true", help="also list what the numbers rest on, as JSON does")
     parser.add_argument(
@@ -193,13 +200,14 @@ def run(options: Namespace) -> int:
     if federated is not None and topology.cells == 1:
         print(lone_cell(federated, topology.world_size), file=sys.stderr)
     pcie_gbps = _pcie(options)
+    moments = _moments(options)
     inside = _describe_cell(options, topology)
-    forecaster = _Forecaster(options, topology, pcie_gbps) if _is_simulated(options) else None
+    forecaster = _Forecaster(options, topology, pcie_gbps, moments) if _is_simulated(options) else None
     forecast = None if forecaster is None else _simulate(options, forecaster)
     traffic = None
     if options.params is not None:
         traffic = round_traffic(
-            topology, options.params, options.bytes_per_param, options.link_gbps, pcie_gbps=pcie_gbps
+            topology, options.params, options.bytes_per_param, options.link_gbps, pcie_gbps=pcie_gbps, moments=moments
         )
     elif options.link_gbps is not None:
         raise ConfigError(f"--link-gbps {options.link_gbps} needs the model's size; give --params, too")
@@ -267,6 +275,26 @@ def _pcie(options: Namespace) -> float | None:
     return None
 
 
+def _moments(options: Namespace) -> dict[str, int]:
+    """Return the periods of the moments that rounds move, by name."""
+    from xffl.aggregation.algorithms.moments import moments_of
+    from xffl.planning.memory import MOMENTS
+
+    asked = moments_of(options.moments)
+    if asked is None or asked.mode != "average":
+        return {}
+    if options.params is None:
+        raise ConfigError(f"--moments {options.moments} needs the model's size; give --params, too")
+    names = MOMENTS.get(options.optimizer or "adamw", ())
+    unknown = sorted(set(asked.periods) - set(names)) or ([] if names else ["moments"])
+    if unknown:
+        raise ConfigError(
+            f"--moments {options.moments} names {', '.join(unknown)}, and --optimizer {options.optimizer or 'adamw'} "
+            f"keeps {', '.join(names) or 'none'}; give names of those"
+        )
+    return {name: asked.period(name) for name in names}
+
+
 def _is_simulated(options: Namespace) -> bool:
     """Return whether a forecast is asked for; raise if it lacks options, or if options need it."""
     if options.simulate:
@@ -283,7 +311,9 @@ def _is_simulated(options: Namespace) -> bool:
 class _Forecaster:
     """Forecasts of rounds, and of plain data parallelism, with the options' numbers."""
 
-    def __init__(self, options: Namespace, topology: Topology, pcie_gbps: float | None) -> None:
+    def __init__(
+        self, options: Namespace, topology: Topology, pcie_gbps: float | None, moments: Mapping[str, int]
+    ) -> None:
         from xffl.planning import Link, codec_ratio
 
         self._topology = topology
@@ -304,6 +334,10 @@ class _Forecaster:
             asked["backend"] = "nccl"
         asked["bucket_bytes"] = None if options.bucket_mib is None else round(options.bucket_mib * 2**20)
         self._of_rounds: dict[str, Any] = {
+            # A round in the mean: moments move beside the parameters in some of them.
+            "parameters": None
+            if options.params is None
+            else options.params * (1 + sum(1 / n for n in moments.values())),
             "every": options.every,
             "rails": options.rails,
             "atomic": not options.in_place,

@@ -21,7 +21,7 @@ from jsonargparse import ArgumentParser, Namespace
 
 import xffl
 from xffl.checks import integer
-from xffl.cli.execute import is_lighthouse, print_help
+from xffl.cli.execute import is_lighthouse
 from xffl.cli.main import command_parser
 from xffl.cluster.launch.failure import ExitCode, code_of_signal
 from xffl.cluster.launch.script import CONFIGURATIONS, check_command, is_stream, name_of
@@ -33,19 +33,13 @@ from xffl.cluster.slurm import submit
 from xffl.cluster.slurm.job_monitor import Follower, exit_code_of, expand_pattern, log_pattern
 from xffl.cluster.slurm.submit import Job, SlurmConfig, cancel_jobs, shape_cell, tasks_of_node, tasks_of_sweep, word_of
 from xffl.errors import ConfigError, LaunchError
+from xffl.jobs.options import JobOptions
+from xffl.jobs.programs.configured import configured_cells, experiment_of, print_help
 
 __all__ = ["build_parser", "join_elastic", "run"]
 
 _PROGRAM = str(Path(xffl.__file__).with_name("__main__.py"))
 """What a job runs: by its path, since ``python -m`` looks for Python's own modules in the job's folder first."""
-_PASSED_ON = (
-    "federated",
-    "hsdp",
-    "require_cells",
-    "log_dir",
-    "merge",
-    "isolate",
-)  # options that are those of xffl exec
 _FLAGS = ("--dry-run", "--follow", "--no-follow", "--cancel-on-interrupt", "--merge", "--isolate")
 _VALUES = ("--template", "--federated", "--hsdp", "--require-cells", "--log-dir", "--elastic", "--cells", "--cell")
 
@@ -129,7 +123,8 @@ def run(options: Namespace) -> int:
     if is_configuration:
         options, words = _take_options(options, words)
         if {"-h", "--help"} & set(words):
-            return print_help(file, words, "xffl submit {} [options] [--KEY VALUE ...]")
+            print_help(file, words, "xffl submit {} [options] [--KEY VALUE ...]")
+            return 0
     elif not file:
         raise ConfigError("no file is given; write xffl submit config.yaml, or xffl submit [options] SCRIPT")
     elif is_stream(file):
@@ -217,7 +212,7 @@ def _plan_configuration(file: str, words: Sequence[str], options: Namespace) -> 
 
     _, resolved = read_job(file, [*_slurm_words(options), *words])
     slurm = resolved.slurm
-    experiment = getattr(resolved.config, "experiment", None)
+    experiment = experiment_of(resolved)
     name = getattr(experiment, "name", Path(file).stem)
     run_folder = os.path.abspath(getattr(experiment, "output_dir", os.path.join("runs", name)))
     heard = [name.removeprefix("SIG") for name in getattr(experiment, "preempt_signals", (slurm.signal,))]
@@ -231,10 +226,8 @@ def _plan_configuration(file: str, words: Sequence[str], options: Namespace) -> 
     others = (one for one in taken.settings if one[0].split(".")[0] != "slurm")
     passed += [f"--{key}{'+' * is_added}={text}" for key, text, is_added in others]
     if options.elastic is not None:
-        own = getattr(getattr(resolved.config, "distributed", None), "federated", None)
-        federated = resolved.launch.federated if own is None else own
         elastic = _Elastic(name, run_folder, [file, *passed], options, is_exclusive=experiment is not None)
-        return elastic.plan(slurm, federated, resolved.launch.processes)
+        return elastic.plan(slurm, configured_cells(resolved), resolved.launch.processes)
     layout = tasks_of_node(slurm, resolved.launch.processes)
     tasks, folders = [], []
     for number, changes in enumerate(tasks_of_sweep(slurm.array)):
@@ -245,7 +238,7 @@ def _plan_configuration(file: str, words: Sequence[str], options: Namespace) -> 
         if one.slurm != slurm or tasks_of_node(slurm, one.launch.processes) != layout:
             raise ConfigError(f"slurm.array changes {', '.join(changes)}; all tasks of an array are of one shape")
         tasks.append(tuple(task))
-        folders.append(getattr(getattr(one.config, "experiment", None), "output_dir", str(number)))
+        folders.append(getattr(experiment_of(one), "output_dir", str(number)))
     if (twice := next((folder for folder in folders if folders.count(folder) > 1), None)) is not None:
         raise ConfigError(f"several tasks of slurm.array write to {twice}; give each an experiment.output_dir")
     job = _job(
@@ -255,7 +248,7 @@ def _plan_configuration(file: str, words: Sequence[str], options: Namespace) -> 
         slurm=slurm,
         tasks_per_node=layout,
         tasks=tuple(tasks),
-        options=options,
+        options=JobOptions.of(vars(options)),
     )
     return [(dataclasses.replace(job, is_exclusive=experiment is not None), slurm)]
 
@@ -288,7 +281,7 @@ def _plan_script(file: str, words: Sequence[str], options: Namespace) -> list[tu
                 slurm=slurm,
                 tasks_per_node=tasks_of_node(slurm, None),
                 tasks=tasks,
-                options=options,
+                options=JobOptions.of(vars(options)),
             ),
             slurm,
         )
@@ -327,17 +320,22 @@ class _Elastic:
         planned = []
         for cell in range(cells) if number is None else (number,):
             shape, tasks = (slurm, tasks_of_node(slurm, processes)) if sizes is None else shape_cell(slurm, sizes, cell)
-            own = [f"--elastic={place}", f"--cell={cell}/{cells}"]
-            own += [] if sizes is None else [f"--processes={sizes[cell]}"]
             folder = os.path.join(self.run_folder, f"cell_{cell}")
             job = _job(
                 f"{self.name}_cell_{cell}",
                 run_folder=folder,
-                words=[*own, *self.words],
+                words=self.words,
                 slurm=shape,
                 tasks_per_node=tasks,
                 tasks=(),
-                options=self.options,
+                # What the cells of an elastic run are is said to each by its own options.
+                options=dataclasses.replace(
+                    JobOptions.of(vars(self.options)),
+                    federated=None,
+                    elastic=place,
+                    cell=f"{cell}/{cells}",
+                    processes=None if sizes is None else sizes[cell],
+                ),
             )
             lives = environ
             if number is not None and (before := len(submit.earlier_jobs(folder))):
@@ -393,27 +391,20 @@ def _job(
     slurm: SlurmConfig,
     tasks_per_node: int,
     tasks: tuple[tuple[str, ...], ...],
-    options: Namespace,
+    options: JobOptions,
 ) -> Job:
     if tasks and options.log_dir is not None:
         raise ConfigError(
             f"--log-dir {options.log_dir!r} is one folder, and each task of slurm.array has a rank 0, which would "
             "write to the same file there; leave it out, each task's output is a file of its own"
         )
-    # What the cells of an elastic run are is said to each by its own words.
-    given = {one: options[one] for one in _PASSED_ON if one != "federated" or options.elastic is None}
-    passed = [
-        f"--{one.replace('_', '-')}" + ("" if value is True else f"={value}")
-        for one, value in given.items()
-        if value is not None and value is not False
-    ]
     own_log = None if slurm.output else log_pattern(os.path.join(run_folder, "slurm"), bool(tasks))
     return Job(
         name=name,
         folder=os.getcwd(),
         run_folder=run_folder,
         log=own_log or os.path.abspath(str(slurm.output)),
-        command=(sys.executable, _PROGRAM, "exec", *passed, *words),
+        command=(sys.executable, _PROGRAM, "exec", *options.words(), *words),
         tasks_per_node=tasks_per_node,
         tasks=tasks,
     )

@@ -35,7 +35,6 @@ __all__ = [
     "is_lone_cell_requested",
     "request_federation",
     "requested_federation",
-    "require_cells",
     "required_cells",
     "sources_named",
 ]
@@ -222,11 +221,6 @@ def is_isolated(environ: Mapping[str, str] = os.environ) -> bool:
     return bool(environ.get(ISOLATED_VARIABLE, "").strip())
 
 
-def require_cells(number: int) -> None:
-    """Require a number of cells in this process and those that it starts, as ``--require-cells`` does."""
-    os.environ["XFFL_REQUIRE_CELLS"] = str(integer("--require-cells", number))
-
-
 def required_cells(environ: Mapping[str, str] = os.environ) -> int | None:
     """Return how many cells there must be at least, as ``XFFL_REQUIRE_CELLS`` says; ``None`` where unset or empty."""
     text = environ.get("XFFL_REQUIRE_CELLS", "").strip()
@@ -242,7 +236,7 @@ def accept_cells(
     """
     check_cells(cells, required, asked)
     if asked is None and is_speaker:
-        from xffl.cluster.foreign_sizes import tell_foreign_sizes
+        from xffl.cluster.recognition.foreign_sizes import tell_foreign_sizes
 
         tell_foreign_sizes()
     # To ranks that xffl exec starts it has said so already.

@@ -10,16 +10,26 @@ import errno
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-from xffl.cluster.network import LOOPBACK, control_address, is_loopback, list_interfaces
+from xffl.cluster.network import (
+    GLOO_VARIABLE,
+    LOCAL_VARIABLE,
+    LOOPBACK,
+    control_address,
+    is_loopback,
+    list_interfaces,
+    release_gloo,
+)
 from xffl.cluster.reaching import KNOBS, resolve_patiently
 from xffl.errors import LaunchError
 
 __all__ = [
     "Opened",
     "PortHeldError",
+    "gloo_beyond_this_host",
     "open_listener",
 ]
 
@@ -101,3 +111,15 @@ def _open(address: str, port: int) -> Opened:
                     "same on all ranks, and give each process a rank of its own"
                 ) from error
         time.sleep(_PAUSE_S)
+
+
+@contextmanager
+def gloo_beyond_this_host(store: str, environ: MutableMapping[str, str] = os.environ) -> Iterator[None]:
+    """Let gloo listen while the block runs where ranks at other hosts reach it, unless their store is on loopback."""
+    kept = {name: environ[name] for name in (GLOO_VARIABLE, LOCAL_VARIABLE) if name in environ}
+    try:
+        if not is_loopback(store):
+            release_gloo(environ)
+        yield
+    finally:
+        environ.update(kept)

@@ -16,9 +16,20 @@ from xffl.checks import integer_fields, number, one_of
 from xffl.errors import ConfigError
 from xffl.planning.stages import layers_of_stages
 
-__all__ = ["MEMORY_ASSUMPTIONS", "Amount", "ModelSize", "Share", "TrainingSize", "rank_memory", "total_bytes"]
+__all__ = [
+    "MEMORY_ASSUMPTIONS",
+    "MOMENTS",
+    "Amount",
+    "ModelSize",
+    "Share",
+    "TrainingSize",
+    "rank_memory",
+    "total_bytes",
+]
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+MOMENTS = {"momentum": ("momentum_buffer",), "adamw": ("exp_avg", "exp_avg_sq")}
+"""What optimizers call what they keep of each parameter, where rounds can average it."""
 # Values that an optimizer keeps for each parameter; Adafactor keeps some for each row and column of a matrix.
 OPTIMIZERS = {"sgd": 0.0, "momentum": 1.0, "adamw": 2.0, "adafactor": math.nan}
 MASTER_BYTES = 4  # DeepSpeed updates a copy of the weights in float32

@@ -38,6 +38,11 @@ def traffic_lines(traffic: dict[str, Any]) -> list[str]:
         gathered, hopped, home = (bytes_text(kind[name]) for name in names)
         told = f"{gathered} with all-gather, {hopped} with two-hop, {home} inside the cell"
         lines.append(f"  a sender in a cell of {kind['ranks']}: {told}")
+    if "moments" in traffic:
+        moments = traffic["moments"]
+        named = ", ".join(f"{name} every {period}" for name, period in moments["periods"].items())
+        more, most = (bytes_text(moments[name]) for name in ("mean_bytes", "most_bytes"))
+        lines.append(f"  moments     {named} rounds: as if the model had {more} more in the mean, {most} at most")
     lines += pcie_lines(traffic["pcie"]) if "pcie" in traffic else []
     return lines
 

@@ -55,6 +55,7 @@ def round_traffic(
     link_gbps: float | None = None,
     *,
     pcie_gbps: float | None = None,
+    moments: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
     """Calculate the bytes that one round moves, and how long the slow link takes for them.
 
@@ -69,12 +70,15 @@ def round_traffic(
     :param link_gbps: Rate of each cell's link to the others, in Gbit/s; ``None`` leaves the times out.
     :param pcie_gbps: Rate between each GPU and its host, in Gbit/s, where what crosses goes through the host's memory
         (``link_backend="gloo"`` on GPUs); ``None``: nothing is copied.
+    :param moments: Moments of optimizers that rounds average, by name with their periods in rounds.
     :return: ``model_bytes``, ``cells``, ``link_gbps``; for ``all_gather`` and ``two_hop`` each ``copies`` (how often a
         shard leaves its cell), ``bytes_per_cell``, ``bytes_total`` (over all cells) and ``seconds`` (``None`` without a
         rate); ``cell_kinds``, one entry for each size of cell with ``ranks``, ``cells`` (how many there are),
         ``replicas``, ``shards``, ``senders`` (per cell), ``shard_bytes``, ``all_gather_bytes_per_sender``,
         ``two_hop_bytes_per_sender``, ``home_bytes_per_sender`` and ``home_bytes_per_cell``; ``home_bytes_total``;
-        ``assumptions``; with ``pcie_gbps`` also ``pcie``: ``gbps``, ``bytes_total`` and in ``cell_kinds`` for each size
+        ``assumptions``; with ``moments`` also ``moments``: their ``periods``, and by how much the model's bytes grow
+        with them in the mean over rounds (``mean_bytes``), and in a round that moves all (``most_bytes``); with
+        ``pcie_gbps`` also ``pcie``: ``gbps``, ``bytes_total`` and in ``cell_kinds`` for each size
         of cell ``ranks``, and for a ``sender`` and for a ``replica`` (a rank that sends nothing, ``None`` where there
         is none) the ``bytes_to_host``, the ``bytes_to_gpu`` and their ``seconds``.
     :raises ConfigError: if a number is invalid.
@@ -123,6 +127,12 @@ def round_traffic(
         "home_bytes_total": sum(kind["cells"] * kind["home_bytes_per_cell"] for kind in kinds),
         "assumptions": list(ROUND_ASSUMPTIONS),
     }
+    if moments:
+        told["moments"] = {
+            "periods": dict(moments),
+            "mean_bytes": model * sum(1 / period for period in moments.values()),
+            "most_bytes": model * len(moments),
+        }
     if pcie_gbps is not None:
         told["pcie"] = _host_copies(kinds, pcie_gbps)
         told["assumptions"].append(PCIE_ASSUMPTION)

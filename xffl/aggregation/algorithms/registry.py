@@ -507,7 +507,8 @@ class AlgorithmInfo:
     """An algorithm, or a part of an algorithm, by name, with a line that describes it, and its paper or an empty text.
 
     ``target`` is the dotted path of a part's class or function, and ``options`` its preset options. An algorithm sets
-    keywords of :class:`xffl.Aggregator` and of :class:`xffl.FederatedScaling` instead.
+    keywords of :class:`xffl.Aggregator` and of :class:`xffl.FederatedScaling` instead, and says what moves in a round,
+    and how many bytes of it there are for each fp32 parameter, without a codec, in the mean over rounds.
     """
 
     kind: str
@@ -518,12 +519,16 @@ class AlgorithmInfo:
     options: Mapping[str, Any] = field(default_factory=dict)
     aggregator: Mapping[str, Any] = field(default_factory=dict)
     scaling: Mapping[str, Any] = field(default_factory=dict)
+    moves: str = ""
+    nbytes: float | None = None
 
 
 _ACAR = "Acar et al., 2021, arXiv 2111.04263"
 _BLANCHARD = "Blanchard et al., 2017, arXiv 1703.02757"
 _BONAWITZ = "Bonawitz et al., 2017, doi 10.1145/3133956.3133982"
 _DILOCO = "Douillard et al., 2023, arXiv 2311.08105"
+_MULOCO = "Thérien et al., 2025, arXiv 2505.23725"
+_DESLOC = "Iacob et al., 2025, arXiv 2505.22549"
 _YUROCHKIN = "Yurochkin et al., 2019, arXiv 1905.12022"
 _DUCHI = "Duchi et al., 2011, doi 10.5555/1953048.2021068"
 _HSU = "Hsu et al., 2019, arXiv 1909.06335"
@@ -631,8 +636,12 @@ _PARTS = tuple(
 )
 
 
-def _algorithm(name: str, line: str, paper: str, **keywords: Mapping[str, Any]) -> AlgorithmInfo:
-    return AlgorithmInfo("algorithm", name=name, target="", line=line, paper=paper, **keywords)
+def _algorithm(
+    name: str, line: str, paper: str, *, moves: str = "weights", nbytes: float = 4.0, **keywords: Mapping[str, Any]
+) -> AlgorithmInfo:
+    return AlgorithmInfo(
+        "algorithm", name=name, target="", line=line, paper=paper, moves=moves, nbytes=nbytes, **keywords
+    )
 
 
 def _of_parts(kind: str, *left_out: str) -> list[AlgorithmInfo]:
@@ -648,12 +657,34 @@ _ALGORITHMS = (
         *("streaming_diloco", "DiLoCo in parts that cross while training goes on", _STREAMING),
         aggregator={"server": {"name": "diloco", "lr": 0.4}, "fragments": 3, "overlap": True},
         scaling={"delay": 1, "alpha": 0.5},
+        moves="a third of the weights",
+        nbytes=4 / 3,
+    ),
+    _algorithm(
+        *("muloco", "DiLoCo with Muon as the optimizer of the cells", _MULOCO),
+        aggregator={"server": "diloco"},
+    ),
+    _algorithm(
+        *("desloc", "means of weights, and more rarely of Adam's moments", _DESLOC),
+        scaling={"moments": "average:exp_avg=3,exp_avg_sq=6"},
+        moves="weights; first moments in each 3rd round, second in each 6th",
+        nbytes=4 + 4 / 3 + 4 / 6,
     ),
     _algorithm("fedprox", "FedAvg with a pull to the global weights", _PROX, scaling={"client": "fedprox"}),
-    _algorithm("scaffold", "FedAvg with corrected local gradients", _KARIMIREDDY, scaling={"client": "scaffold"}),
+    _algorithm(
+        *("scaffold", "FedAvg with corrected local gradients", _KARIMIREDDY),
+        scaling={"client": "scaffold"},
+        moves="weights and control variates",
+        nbytes=8.0,
+    ),
     *_of_parts("combine", "mean"),
     _algorithm("dp_fedavg", "FedAvg with clipped, noisy updates", _PRIVATE, aggregator={"privacy": "dp_fedavg"}),
-    _algorithm("secure_sum", "FedAvg over masked values", _BONAWITZ, aggregator={"secure": True}),
+    _algorithm(
+        *("secure_sum", "FedAvg over masked values", _BONAWITZ),
+        aggregator={"secure": True},
+        moves="masked weights, in 64 bits",
+        nbytes=8.0,
+    ),
 )
 
 ENTRIES: tuple[AlgorithmInfo, ...] = (*_ALGORITHMS, *_PARTS)

@@ -283,8 +283,8 @@ def plan_items(compared: ComparedModels) -> tuple[tuple[Item, ...], str]:
     return items, text
 
 
-def make_exchange(compared: ComparedModels) -> Exchange:
-    """Plan what this rank exchanges; make it and its groups."""
+def make_exchange(compared: ComparedModels, rounds: Callable[[], int]) -> Exchange:
+    """Plan what this rank exchanges; make it and its groups. ``rounds`` returns how many there were."""
     scope = compared.scope
     options = compared.options
     manifest = compared.manifest
@@ -344,6 +344,10 @@ def make_exchange(compared: ComparedModels) -> Exchange:
         way=WholeModels(combiner, link, codecs) if combiner.needs_distances else Way(combiner),
     )
     stages: list[RoundStage] = []
+    if manifest.moments is not None:
+        from xffl.aggregation.engine.stages.moments import make_moments
+
+        stages.append(make_moments(manifest.moments, exchange, moving, fragments=options.fragments, rounds=rounds))
     if isinstance(combiner, WeightedCombiner) and not is_built_in(combiner):
         stages.append(ToldWeights())
     if codecs is not None:

@@ -77,9 +77,13 @@ class Doubt:
 class ElasticRound:
     """A delayed round of an elastic federation; :meth:`merge` ends it on all ranks of the cell."""
 
-    def __init__(self, merge: Callable[[bool], RoundReport], begun: Sequence[PendingRound]) -> None:
+    def __init__(
+        self, merge: Callable[[bool], RoundReport], begun: Sequence[PendingRound], failures: list[Exception]
+    ) -> None:
         self._merge = merge
         self._begun = begun
+        self._failures = failures
+        """Why it could not begin"""
 
     def merge(self, *, keeps_steps: bool = True) -> RoundReport:
         """Wait for the round and merge its result into the model, as :meth:`xffl.aggregation.PendingRound.merge`."""
@@ -89,6 +93,8 @@ class ElasticRound:
         """Wait until this rank's part of the round is over, and drop the result; local."""
         for pending in self._begun:
             pending.wait()
+        for failure in self._failures:
+            _forget_calls(failure)
 
 
 class ElasticAggregator:
@@ -346,7 +352,7 @@ class ElasticAggregator:
             assert report is not None, "a cell that has not finished always gets a round"
             return report
 
-        self.under_way = ElasticRound(merge, begun)
+        self.under_way = ElasticRound(merge, begun, failures)
         return self.under_way
 
     def _opened(self) -> Epoch:
@@ -365,7 +371,7 @@ class ElasticAggregator:
             if self._is_newcomer(epoch):
                 raise
             raise RoundBroken(str(error)) from error
-        aggregator.resume_at(epoch.base_round)
+        aggregator.resume_at(epoch.base_round, brings_up=bool(epoch.behind))
         return aggregator
 
     def _is_newcomer(self, epoch: Epoch) -> bool:
@@ -398,9 +404,11 @@ class ElasticAggregator:
             end = RoundEnd.IN_DOUBT
             error = doubt
             weights = doubt.outcome.context.weights
+            _forget_calls(doubt)
         except RoundBroken as broken:
             end = RoundEnd.BROKEN
             error = broken
+            _forget_calls(broken)
         except XfflError as wrong:
             end = RoundEnd.REFUSED if self._is_grouped else RoundEnd.FAILED
             error = wrong
@@ -409,6 +417,7 @@ class ElasticAggregator:
             if is_contact:  # the group could not be made, or broke while models were compared
                 end = RoundEnd.BROKEN
                 error = RoundBroken(str(lost))
+                _forget_calls(lost)
             elif self._is_grouped:
                 raise
             else:
@@ -747,6 +756,20 @@ class ElasticAggregator:
         self._agreed = state.get("agreed")
         self._spent = state.get("privacy")
         self._residuals = state.get("residuals")  # older states lack them
+
+
+def _forget_calls(error: BaseException) -> None:
+    """Drop the tracebacks of an error that nobody is shown, and of those that led to it.
+
+    Their calls refer to the round, which refers to the error: groups that are given back would live until the garbage
+    collector runs.
+    """
+    errors: list[BaseException | None] = [error]
+    while errors:
+        at = errors.pop()
+        if at is not None and at.__traceback__ is not None:
+            at.__traceback__ = None
+            errors += [at.__cause__, at.__context__]
 
 
 def _seal(federation: ElasticFederation, weights: tuple[float, ...]) -> Seal:

@@ -43,6 +43,10 @@ class FileRounds:
     next_fragment = 0
 
     def __init__(self, model: nn.Module, state: DistributedState, config: RoundConfig, asked: RoundArguments) -> None:
+        if config.moments is not None:
+            raise ConfigError(
+                f"moments={config.moments} is for rounds over a network; leave it out of rounds over files"
+            )
         if config.client is not None or config.delay or not isinstance(asked.aggregator, Mapping | None):
             raise ConfigError(
                 f"this job is one cell by itself, whose rounds go over files, but client is {config.client}, delay "

@@ -6,6 +6,7 @@ first failure alone, so ranks print no traceback but write a record, and :func:`
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -36,6 +37,7 @@ __all__ = [
     "JobWatch",
     "RankFailure",
     "caught_signals",
+    "code_of_lost_output",
     "code_of_signal",
     "describe_failure",
     "find_place",
@@ -70,6 +72,24 @@ class ExitCode(IntEnum):
     TIMEOUT = 124  # --timeout was over
     INTERRUPTED = 130  # Ctrl-C
     BROKEN_PIPE = 141  # the reader of standard output has gone
+
+
+def code_of_lost_output(error: OSError) -> ExitCode | None:
+    """Return the exit code where what this process prints can no longer be written; ``None`` for other errors.
+
+    What is still to be written goes nowhere: Python would complain once more when it flushes at exit.
+    """
+    code, streams = ExitCode.FAILED, [sys.stdout]
+    if isinstance(error, BrokenPipeError):  # the reader has gone ("xffl plan ... | head")
+        code, streams = ExitCode.BROKEN_PIPE, [sys.stdout, sys.stderr]
+    elif error.errno in (errno.ENOSPC, errno.EDQUOT):
+        print(f"xffl: {error}", file=sys.stderr)
+    else:
+        return None
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in streams:
+        os.dup2(nowhere, stream.fileno())
+    return code
 
 
 def code_of_signal(number: int) -> int:

@@ -46,7 +46,7 @@ _EXIT_DEADLINE_S = 10.0
 DELIVERY_S = 0.5  # for a failed rank's story to arrive: srun drops what is under way when an exit ends the step
 LINGER_S = 1.5
 """How long a rank that is not the first to fail, or has been preempted, stays before it leaves."""
-_ISOLATING = str(Path(__file__).parents[2] / "cli" / "exec_isolated.py")
+_ISOLATING = str(Path(__file__).parents[2] / "jobs" / "programs" / "isolated_rank.py")
 _OWN_FILES = (__file__, *OWN_FILES, _ISOLATING)
 
 

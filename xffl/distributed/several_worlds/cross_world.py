@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from xffl.cluster.gloo_beyond_host import gloo_beyond_this_host
+from xffl.cluster.listening import gloo_beyond_this_host
 from xffl.compat.sockets import (
     find_connections,
     limit_silence,

@@ -69,6 +69,7 @@ class FederatedRounds(Callback):  # type: ignore[misc]
     :param delay: As for :class:`xffl.FederatedScaling`.
     :param alpha: As for :class:`xffl.FederatedScaling`.
     :param client: As for :class:`xffl.FederatedScaling`.
+    :param moments: As for :class:`xffl.FederatedScaling`.
     :param aggregator: Keywords of the aggregator, such as ``{"codec": "int8"}``.
     :param resume: Whether training continues from the newest checkpoint that all cells have.
     :raises ConfigError: if the weight or ``data`` is invalid.
@@ -84,6 +85,7 @@ class FederatedRounds(Callback):  # type: ignore[misc]
         delay: int | None = None,
         alpha: float | None = None,
         client: str | Mapping[str, Any] | Client | None = None,
+        moments: str | Mapping[str, Any] | None = None,
         aggregator: Mapping[str, Any] | None = None,
         resume: bool = True,
     ) -> None:
@@ -103,6 +105,7 @@ class FederatedRounds(Callback):  # type: ignore[misc]
             "delay": delay,
             "alpha": alpha,
             "client": client,
+            "moments": moments,
             "aggregator": aggregator,
         }
         self._phase = Phase.BEFORE

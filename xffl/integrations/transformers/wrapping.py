@@ -38,6 +38,7 @@ def federate(
     delay: int | None = None,
     alpha: float | None = None,
     client: str | Mapping[str, Any] | Client | None = None,
+    moments: str | Mapping[str, Any] | None = None,
     aggregator: Mapping[str, Any] | None = None,
 ) -> TrainerRounds:
     """Let a Trainer of transformers train one cell of a federation; collective over the ranks of the cell.
@@ -65,6 +66,7 @@ def federate(
     :param delay: As for :class:`xffl.FederatedScaling`.
     :param alpha: As for :class:`xffl.FederatedScaling`.
     :param client: As for :class:`xffl.FederatedScaling`.
+    :param moments: As for :class:`xffl.FederatedScaling`.
     :param aggregator: Keywords of the aggregator, such as ``{"codec": "int8"}``.
     :return: The rounds: ``reports`` and ``state`` (``state.cell``, ``state.cells``) are for the script.
     :raises ConfigError: if an argument is invalid, an argument of the Trainer does not go together with rounds, its
@@ -94,6 +96,7 @@ def federate(
         "delay": delay,
         "alpha": alpha,
         "client": client,
+        "moments": moments,
         "aggregator": aggregator,
     }
     rounds = TrainerRounds(trainer, state, count, options)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import base64
+import copy
 import dataclasses
 import inspect
 import os
@@ -55,8 +56,10 @@ __all__ = [
     "print_text",
     "read_configuration",
     "read_job",
+    "read_job_with",
     "read_words",
     "take_over",
+    "with_settings",
 ]
 
 T = TypeVar("T")
@@ -92,6 +95,8 @@ class Resolved(_Job, Generic[T]):
     """
     given: dict[str, Any] = field(default_factory=dict)
     """What the sources say, as YAML holds it."""
+    sources: dict[tuple[str, ...], Source] = field(default_factory=dict)
+    """Where each of them says so."""
 
 
 # Reading --------------------------------------------------------------------------------------------------------------
@@ -150,6 +155,12 @@ def read_configuration(
     :return: The configuration and the origins of its values.
     :raises ConfigError: if a file cannot be read, a key is unknown or a value is invalid.
     """
+    return _resolve(kind, _read_sources(kind, files, overrides, environ))
+
+
+def _read_sources(
+    kind: type, files: Iterable[str | os.PathLike[str]], overrides: Sequence[str], environ: Mapping[str, str] | None
+) -> Settings:
     words = read_words(overrides)
     settings = _settings_of(kind)
     for file in (*files, *words.files):
@@ -162,7 +173,7 @@ def read_configuration(
             settings.add(path, text)
         else:
             settings.put(path, text, Source(COMMAND_LINE), is_text=True)
-    return _resolve(kind, settings)
+    return settings
 
 
 def _settings_of(kind: type) -> Settings:
@@ -180,7 +191,7 @@ def _resolve(kind: type[T], settings: Settings) -> Resolved[T]:
     origins = settings.origins(config)
     # What is left out of trainer and slurm says nothing to xffl exec.
     origins |= {key: one for key, one in settings.origins(job).items() if one != DEFAULT or key.startswith("launch.")}
-    return Resolved(config, origins, settings.tree, **vars(job))
+    return Resolved(config, origins, settings.tree, settings.sources, **vars(job))
 
 
 def read_job(
@@ -189,6 +200,30 @@ def read_job(
     """Return the class of the trainer that a configuration file names, and its configuration, as ``xffl exec`` does."""
     trainer = job_trainer(file, words, environ)
     return trainer, read_configuration(config_class(trainer), [file], words, environ)
+
+
+def read_job_with(settings: Mapping[str, Any], file: str, words: Sequence[str] = ()) -> tuple[type, Resolved[Any]]:
+    """Return what :func:`read_job` does, with values of dotted keys that beat those of the command line."""
+    trainer = job_trainer(file, words)
+    kind = config_class(trainer)
+    sources = _read_sources(kind, [file], words, None)
+    _put(sources, settings)
+    return trainer, _resolve(kind, sources)
+
+
+def with_settings(resolved: Resolved[T], settings: Mapping[str, Any]) -> Resolved[T]:
+    """Return a configuration with other values of dotted keys, which beat those it has; no source is read again."""
+    kind = type(resolved.config)
+    changed = _settings_of(kind)
+    changed.tree = copy.deepcopy(resolved.given)
+    changed.sources = dict(resolved.sources)
+    _put(changed, settings)
+    return _resolve(kind, changed)
+
+
+def _put(settings: Settings, values: Mapping[str, Any]) -> None:
+    for key, value in values.items():
+        settings.put(tuple(key.split(".")), value, Source(COMMAND_LINE))
 
 
 def job_trainer(file: str, words: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> type:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from xffl.cluster.foreign_sizes import FOREIGN_SIZES
 from xffl.cluster.network import LOCAL_VARIABLE
+from xffl.cluster.recognition.foreign_sizes import FOREIGN_SIZES
 
 __all__ = ["requested_settings"]
 

@@ -62,6 +62,7 @@ class FederationConfig:
     :param delay: Local steps that go on while a round is under way.
     :param alpha: With a delay, the part of a local value that stays when the mean is merged.
     :param client: What changes the cells' local steps (``fedprox:mu=0.01``).
+    :param moments: What rounds do with what optimizers keep beside the parameters (``average:exp_avg_sq=6``).
     :param weight: What a cell counts for in a round: its ``samples`` since the last one, or all ``equal``.
     :param max_samples: Samples of all cells together after which training ends in all of them, at the round that has
         taken them in; ``None`` for no such limit. A cell that comes late ends with the others then, which train longer.
@@ -85,6 +86,7 @@ class FederationConfig:
     delay: int | None = None
     alpha: float | None = None
     client: str | dict[str, Any] | None = None
+    moments: str | dict[str, Any] | None = None
     weight: str = "samples"
     max_samples: int | None = None
     meeting_timeout_s: float | None = None
@@ -104,7 +106,7 @@ class FederationConfig:
             value = getattr(self, name)
             object.__setattr__(self, name, value if index_of(value) is None else index_of(value))
         self._forget_removed()
-        plan = {name: getattr(self, name) for name in ("delay", "alpha", "client", "aggregator")}
+        plan = {name: getattr(self, name) for name in ("delay", "alpha", "client", "moments", "aggregator")}
         is_asked = self.every is not None or self.algorithm is not None
         if self.max_samples is not None:
             self._check_max_samples(is_asked)
@@ -155,7 +157,7 @@ class FederationConfig:
             raise ConfigError(
                 f"federation.every is {self.every!r}, but rounds over files come after a number of steps; give that"
             )
-        for name in ("delay", "alpha", "client"):
+        for name in ("delay", "alpha", "client", "moments"):
             if getattr(self, name) is not None:
                 raise ConfigError(
                     f"federation.{name} {getattr(self, name)!r} is for rounds over a network, and this job is a cell "
@@ -413,6 +415,7 @@ class FederatedMixin(ValidationMixin):
             delay=asked.delay,
             alpha=asked.alpha,
             client=asked.client,
+            moments=asked.moments,
             algorithm=asked.algorithm,
             # A delayed round starts when all of a step is done. Were it under way when the one before it is told of, a
             # checkpoint that is saved then would wait for cells that have not come to it.

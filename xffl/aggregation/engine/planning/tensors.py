@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from math import prod
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from xffl.aggregation.engine.planning.replica_tensors import ReplicaTensors
 
 __all__ = [
+    "NUMBERS",
     "POLICIES",
     "WRAPPERS",
     "Axis",
@@ -40,11 +41,13 @@ __all__ = [
     "ModelTensor",
     "Pattern",
     "TensorInfo",
+    "TensorsBeside",
     "canonical_axis",
     "choose_by_pattern",
     "chunk_numel",
     "cuts_of",
     "gather_axes",
+    "kinds_of_moments",
     "owners_of",
     "tensors_of",
     "ties_of",
@@ -53,6 +56,10 @@ __all__ = [
 
 WRAPPERS = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module"})
 """Parts of names that DDP, torch.compile and activation checkpointing insert."""
+
+
+NUMBERS = "(numbers)"
+"""The kind of what optimizers keep of a parameter that is one number; these move only to cells that are behind."""
 
 
 class Division(str, Enum):
@@ -73,7 +80,8 @@ class TensorInfo:
     """One tensor: its name without wrappers, its policy, and its codec.
 
     ``is_stepped`` says whether training changes it: it is an averaged parameter that is not frozen. Server optimizers,
-    norms and distances apply to these tensors.
+    norms and distances apply to these tensors. A moment of an optimizer has the name of its kind, and that of the
+    parameter that it lies beside.
     """
 
     name: str
@@ -83,6 +91,8 @@ class TensorInfo:
     dtype: torch.dtype
     is_buffer: bool
     is_stepped: bool
+    moment: str = ""
+    beside: str = ""
 
     def __str__(self) -> str:
         kind = "buffer" if self.is_buffer else "parameter"
@@ -100,7 +110,7 @@ class TensorInfo:
         return self.dtype.to_real() if self.dtype.is_complex else self.dtype
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelTensor(TensorInfo):
     """One tensor of this rank's model, and the module that holds it."""
 
@@ -347,6 +357,16 @@ Pattern = str | type[nn.Module]
 """What a policy applies to: names that match a pattern (:mod:`fnmatch`), or all tensors in modules of a type."""
 
 
+class TensorsBeside(Protocol):
+    """What lies beside the parameters of a model, and is written as text for comparisons."""
+
+    def tensors_beside(self, entries: Sequence[ModelTensor]) -> Iterable[ModelTensor]:
+        """Return what rounds move beside these parameters; local."""
+
+    def __str__(self) -> str:
+        """Return what is the same on all ranks that move the same."""
+
+
 class Manifest:
     """The tensors of a model, sorted by name."""
 
@@ -356,6 +376,7 @@ class Manifest:
         policies: Mapping[Pattern, str] | None = None,
         codec: str | Codec | Mapping[str, str | Codec] = "none",
         extra: nn.Module | None = None,
+        moments: TensorsBeside | None = None,
     ) -> None:
         reshard(model)
         check_reduced(model)
@@ -397,6 +418,9 @@ class Manifest:
                     is_extra=True,
                 )
             )
+        if moments is not None:
+            entries += moments.tensors_beside([entry for entry in entries if entry.is_stepped])
+        self.moments = moments
         self.entries = tuple(sorted(entries, key=operator.attrgetter("name")))
         for entry, other in itertools.pairwise(self.entries):
             if entry.name == other.name:
@@ -413,7 +437,8 @@ class Manifest:
         self.moving: tuple[ModelTensor, ...] = tuple(entry for entry in self.entries if entry.policy != "local")
 
     def __str__(self) -> str:
-        return "\n".join(str(entry) for entry in self.entries)
+        rows = [str(entry) for entry in self.entries]
+        return "\n".join(rows if self.moments is None else [*rows, f"(moments)\t{self.moments}"])
 
     def check_patterns(self, replica_tensors: ReplicaTensors | None = None) -> None:
         """Raise if a pattern matches no tensor, or only tensors that an earlier pattern matches; local."""
@@ -488,7 +513,7 @@ class Manifest:
         """Return the moving tensors as items of the plan."""
         items = []
         tensors: Sequence[TensorInfo] = self.moving if replica_tensors is None else replica_tensors.moving
-        dealt = _deal([prod(entry.real_shape) * entry.real_dtype.itemsize for entry in tensors], fragments)
+        dealt = _fragments_of(tensors, fragments)
         for index, entry in enumerate(tensors):
             by_cell = [cell[index] for cell in axes]
             axis = canonical_axis(entry, by_cell)
@@ -570,6 +595,19 @@ def _match(name: str, owners: Sequence[nn.Module], patterns: Iterable[Pattern]) 
         if is_match:
             return pattern
     return None
+
+
+def kinds_of_moments(tensors: Iterable[TensorInfo]) -> list[str]:
+    """Return the kinds of moments that there are, in the order of their fragments."""
+    return sorted({tensor.moment for tensor in tensors} - {""})
+
+
+def _fragments_of(tensors: Sequence[TensorInfo], fragments: int) -> list[int]:
+    """Return the fragment of each tensor: of the model, and behind these for each kind of moment as many again."""
+    sizes = {one.name: prod(one.real_shape) * one.real_dtype.itemsize for one in tensors if not one.moment}
+    dealt = dict(zip(sizes, _deal(list(sizes.values()), fragments), strict=True))
+    places = {kind: place * fragments for place, kind in enumerate(kinds_of_moments(tensors), 1)}
+    return [places[one.moment] + dealt[one.beside] if one.moment else dealt[one.name] for one in tensors]
 
 
 def _deal(sizes: Sequence[int], fragments: int) -> list[int]:

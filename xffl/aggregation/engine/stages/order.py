@@ -1,8 +1,9 @@
 """The order of what features do to a round.
 
 Stages are combined freely but for what :mod:`xffl.aggregation.options` refuses. The first round's comparison looks at
-values before any other. Codecs come before masks, which they never meet; what leaves is clipped and noised once its
-masks are ready; the step is clipped before the server rule, which is last, since it writes.
+values before any other, and what moves is decided before it is read. Codecs come before masks, which they never meet;
+what leaves is clipped and noised once its masks are ready; the step is clipped before the server rule, which is last,
+since it writes.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from xffl.aggregation.engine.stages.first_round import FirstRound
 from xffl.aggregation.engine.stages.masks import Masks
 from xffl.aggregation.engine.stages.norms import Norms
 from xffl.aggregation.engine.stages.privacy import Protection
-from xffl.aggregation.engine.stages.stage import RoundStage
+from xffl.aggregation.engine.stages.stage import PlanStage, RoundStage
 from xffl.aggregation.engine.stages.told_weights import ToldWeights
 
 __all__ = ["ORDER", "in_order"]
 
 ORDER: tuple[type[RoundStage], ...] = (
     FirstRound,
+    PlanStage,
     ToldWeights,
     Codecs,
     Masks,
@@ -37,6 +39,6 @@ ORDER: tuple[type[RoundStage], ...] = (
 def in_order(stages: Iterable[RoundStage]) -> tuple[RoundStage, ...]:
     """Return the stages of a round; each kind once, in the order of :data:`ORDER`."""
     found = tuple(stages)
-    places = [ORDER.index(type(stage)) for stage in found]
+    places = [next(place for place, kind in enumerate(ORDER) if isinstance(stage, kind)) for stage in found]
     assert places == sorted(set(places)), f"stages {[type(stage).__name__ for stage in found]} are out of order"
     return found

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from xffl.aggregation.engine.transport import Crossing, ExactValues
     from xffl.aggregation.engine.votes import RoundStatus
 
-__all__ = ["RoundStage"]
+__all__ = ["PlanStage", "RoundStage"]
 
 
 class RoundStage:
@@ -31,6 +31,9 @@ class RoundStage:
 
     inspects = False
     """Whether :meth:`inspect` looks at values, which have to be with the host then."""
+
+    def note_cells_behind(self, is_behind: bool) -> None:
+        """Note whether the next round of an elastic federation brings cells up to date."""
 
     def open(self, fragment: int, *, is_weighed: bool) -> None:
         """Raise, before the model is read, where no round can be made: the first vote tells all ranks.
@@ -121,3 +124,7 @@ class RoundStage:
 
     def take_over(self, last: RoundStage) -> None:
         """Go on from what a stage of the same kind remembers of rounds with other cells."""
+
+
+class PlanStage(RoundStage):
+    """Decides in :meth:`read` what else moves in a round, before any other stage looks at that."""

@@ -29,7 +29,7 @@ def run_isolated(command: Sequence[str]) -> None:
 def main() -> None:
     """Run the script that the command line names."""
     here = os.path.dirname(os.path.realpath(__file__))
-    # The modules of the command line are not for the script's imports.
+    # The modules of this room are not for the script's imports.
     sys.path[:] = [folder for folder in sys.path if os.path.realpath(folder or os.curdir) != here]
     run_isolated(sys.argv[1:])
 

@@ -1,4 +1,4 @@
-"""Elastic runs: each cell is a job of its own, ``xffl exec`` once more, that is started again when it fails.
+"""Elastic runs: each cell is a job of its own, in a process of its own, that is started again when it fails.
 
 Cells find each other through a lighthouse. A cell that fails, or whose launcher is killed, comes back while the others
 go on; nothing here waits for a cell to be there.
@@ -15,60 +15,149 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 
-from xffl.cluster.hosts import node_address, reachable_address
-from xffl.cluster.launch.affinity import Share
+from xffl.cluster import run_token
+from xffl.cluster.launch.affinity import Share, share_machine
 from xffl.cluster.launch.child import child_command
 from xffl.cluster.launch.failure import ExitCode, caught_signals, code_of_signal, read_failure
 from xffl.cluster.launch.job_layout import JobLayout
-from xffl.cluster.launch.launch import held_port
-from xffl.cluster.launch.runner import RankJob
-from xffl.cluster.lighthouse.address import ADDRESS_BYTES, bind_address, read_address, restarts_of
-from xffl.cluster.lighthouse.timeouts import CELL_HEARTBEAT_TIMEOUT_S, CELL_JOIN_TIMEOUT_S
-from xffl.cluster.network import control_address, host_identity
-from xffl.cluster.reaching import connection_error
-from xffl.cluster.slurm.allocation import Host, own_host
+from xffl.cluster.launch.logs import make_log_dir
+from xffl.cluster.lighthouse.address import restarts_of
+from xffl.cluster.network import host_identity
 from xffl.compat.libc import die_with_parent
-from xffl.errors import ConfigError, LaunchError
-from xffl.extras import optional_import
-from xffl.files import create, open_regular, read_bytes, write_whole
+from xffl.errors import XfflError
+from xffl.files import create, open_regular, read_bytes
+from xffl.jobs.lighthouse import LighthouseProcess, SharedLighthouse, own_lighthouse
+from xffl.jobs.ranks import follow_logs
+from xffl.jobs.request import JobRequest, write_request
+from xffl.journal.place import JOURNAL_FOLDER_VARIABLE, JOURNAL_VARIABLE, cells_command, derive_journal
 
-__all__ = ["CellJob", "SharedLighthouse", "launch_cells", "own_lighthouse", "run_folder", "step_variables"]
+__all__ = ["CellJob", "keep_cell", "launch_cells", "may_have_saved", "start_all_cells"]
 
 _POLL_S = 0.05
-_PAUSE_S = 1.0  # before a cell, or the lighthouse, is started again
-_LOOK_S = 1.0  # between two looks into the file that names the lighthouse of cells in several jobs
-_SILENCE_S = 10.0  # after so long without an answer from a lighthouse in another job, this job runs one
-_ANSWER_S = 1.0
+_PAUSE_S = 1.0  # before a cell is started again
 _FORGET_TRIES = 5  # each loses only if another record comes at the same moment, or the journal is away
-# An address of no host (RFC 5737): where its name does not tell this host's own, the way there does.
-_FAR = "198.51.100.1"
 _FOLDER = "xffl-cells-"
 _HOLDER = "launcher"  # the file in such a folder on which the launcher holds a lock
 _ABANDONED = "abandoned"  # the file by which the first launcher that finds such a folder without its own says so
 _ABANDONED_S = 600.0  # after that the folder is removed
 _IN_VAIN = ("ConfigError:", "TopologyError:")
 """What a rank fails with that would fail the same way again; other errors of xffl's own may be another cell's doing."""
+_OF_ALL_CELLS = ("XFFL_FEDERATED", "XFFL_LAUNCHED_CELLS", "XFFL_REQUIRE_CELLS")  # wrong for the job of one cell
+
+
+def start_all_cells(request: JobRequest) -> int:
+    """Start a lighthouse, and each cell as a job of its own: on this machine, or as a step of the SLURM job.
+
+    The run's journal is in its folder; a script has none, and a journal for as long as the cells run.
+    """
+    layout, is_local = request.started.layout, request.started.kind == "local"
+    environ = _environ_of_cells(request)
+    token: dict[str, str] = {}
+    if not run_token.has_token(environ):
+        token = {"XFFL_TOKEN": os.urandom(32).hex()}
+        environ |= token
+    run_token.token_of(environ)
+    with ExitStack() as stack:
+        # Each cell by itself would tear others' lines.
+        log_dir = follow_logs(request.output, stack, layout, is_local=is_local)
+        temporary = stack.enter_context(run_folder())
+        folder = None
+        if not environ.get(JOURNAL_VARIABLE, "").strip():
+            folder = Path(_journal_beside(request.home) if request.home else f"{temporary}/journal")
+        lighthouse = stack.enter_context(own_lighthouse() if is_local else own_lighthouse(layout, folder, token))
+        environ["XFFL_LIGHTHOUSE"] = url = f"http://{lighthouse.address}"
+        if folder is not None:
+            environ[JOURNAL_VARIABLE] = lighthouse.journal or str(folder)
+            environ[JOURNAL_FOLDER_VARIABLE] = str(folder)
+        shows = cells_command(url, environ[JOURNAL_VARIABLE], environ)
+        print(f"xffl: {shows} shows the cells of this run", file=sys.stderr)
+        sizes = layout.topology.sizes
+        shares = share_machine(sizes) if is_local else [None] * len(sizes)
+        jobs = []
+        for number, (cell, share) in enumerate(zip(request.cells, shares, strict=True)):
+            own = {} if is_local else step_variables(cell.started.layout)
+            own |= {**(share.environ if share else {}), "XFFL_CELL": f"{number}/{len(sizes)}"}
+            output = replace(cell.output, is_merged=request.output.is_merged and log_dir is None)
+            jobs.append(
+                CellJob(
+                    number,
+                    request=replace(cell, output=output),
+                    environ={**environ, **own},
+                    share=share,
+                    log_dir=log_dir,
+                )
+            )
+        return launch_cells(
+            jobs,
+            restarts=request.restarts,
+            timeout_s=request.limits.timeout_s,
+            lighthouse=lighthouse,
+            folder=temporary,
+        )
+
+
+def keep_cell(request: JobRequest) -> int:
+    """Start this cell of a run, and start it again when it fails."""
+    environ = _environ_of_cells(request)
+    run_token.token_of(environ)
+    (cell,) = request.cells
+    log_dir = None if request.output.log_dir is None else make_log_dir(request.output.log_dir)
+    job = CellJob(cell.started.layout.cell or 0, request=cell, environ=environ, log_dir=log_dir)
+    kind, _, file = environ["XFFL_LIGHTHOUSE"].partition(":")
+    with ExitStack() as stack:
+        lighthouse = None
+        if kind == "file":
+            lighthouse = SharedLighthouse(file)
+            stack.callback(lighthouse.stop)
+        return launch_cells([job], restarts=request.restarts, timeout_s=request.limits.timeout_s, lighthouse=lighthouse)
+
+
+def step_variables(layout: JobLayout) -> dict[str, str]:
+    """Return the variables that tell of a SLURM job with the hosts of one cell alone."""
+    hosts = layout.hosts
+    step = dict.fromkeys(("SLURM_JOB_NUM_NODES", "SLURM_NNODES"), str(len(hosts)))
+    step["SLURM_NTASKS"] = str(layout.topology.world_size)
+    step["SLURM_JOB_NODELIST"] = ",".join(host.name for host in hosts)
+    step["SLURM_TASKS_PER_NODE"] = ",".join(str(host.slots) for host in hosts)
+    return step
+
+
+def _environ_of_cells(request: JobRequest) -> dict[str, str]:
+    return {**{name: text for name, text in os.environ.items() if name not in _OF_ALL_CELLS}, **request.variables}
+
+
+def _journal_beside(home: str) -> str:
+    """Return where the jobs of ``xffl submit`` look for the journal of a run with this folder."""
+    return derive_journal(f"file:{os.path.abspath(home)}/lighthouse")
+
+
+def may_have_saved(folder: str) -> bool:
+    """Tell whether a cell with this folder has a checkpoint, or may have one that cannot be read at the moment."""
+    from xffl.checkpoint.manager import find_latest_checkpoint
+
+    with suppress(XfflError, OSError):
+        return find_latest_checkpoint(folder) is not None
+    return True
+
+
+# Processes of cells ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class CellJob:
-    """The job of one cell: words and variables of its ``xffl exec``."""
+    """The job of one cell."""
 
     number: int
-    options: Sequence[str]
-    command: Sequence[str]  # the script and its arguments
+    request: JobRequest  # to start its ranks
     environ: Mapping[str, str]
     share: Share | None = None  # what it has of this machine, where other cells are on it
     log_dir: str | None = None
-    source: str | None = None  # the script itself, where it was read here
-    has_saved: Callable[[], bool] | None = None  # whether it has a checkpoint; None where nobody knows
 
 
 def launch_cells(
@@ -235,7 +324,8 @@ class _Cell:
         elif self._restarted == self._restarts:
             print(f"{told} and is not started again: --restarts is {self._restarts}", file=sys.stderr)
             self._end(code)
-            if self._job.has_saved is not None and not self._job.has_saved():
+            home = self._job.request.home
+            if home is not None and not may_have_saved(home):
                 self._forget()
         else:
             self._restarted += 1
@@ -251,14 +341,16 @@ class _Cell:
 
     def _start(self) -> None:
         job, life = self._job, self._first + self._restarted
-        options = list(job.options)
+        log_dir = None
         if job.log_dir is not None:
-            options.append(f"--log-dir={os.path.join(job.log_dir, f'cell_{job.number}', f'life_{life}')}")
+            log_dir = os.path.join(job.log_dir, f"cell_{job.number}", f"life_{life}")
         self._failures = tempfile.mkdtemp(dir=self._folder)
-        told = {"XFFL_RESTARTS": str(life), **RankJob(failures=self._failures, source=job.source).variables()}
+        output = replace(job.request.output, log_dir=log_dir, failures=self._failures)
+        request = Path(self._failures, "request.json")
+        request.write_text(write_request(replace(job.request, output=output)), encoding="utf-8")
         self._process = subprocess.Popen(
-            [*child_command("xffl.cli.main"), "exec", *options, "--", *job.command],
-            env={**job.environ, **told},
+            [*child_command("xffl.jobs.dispatch"), str(request)],
+            env={**job.environ, "XFFL_RESTARTS": str(life)},
             start_new_session=True,
             preexec_fn=partial(_begin_cell, job.share),
         )
@@ -298,212 +390,3 @@ def _begin_cell(share: Share | None) -> None:
     die_with_parent(signal.SIGTERM)
     if share is not None:
         os.sched_setaffinity(0, share.cpus)
-
-
-# The lighthouse -------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class ServedJournal:
-    """The journal that a lighthouse serves."""
-
-    folder: Path
-    port: int
-    token: Mapping[str, str]  # variables that say what the run's token is, besides those of this process
-
-
-class LighthouseProcess:
-    """The lighthouse of a run as a process of its own.
-
-    It keeps nothing but a journal, and that in a folder, so one that has died is started again.
-
-    :param address: HOST:PORT where it listens.
-    :param journal: The journal that it serves, if any.
-    """
-
-    def __init__(self, address: str, journal: ServedJournal | None = None) -> None:
-        self.address = address
-        self._journal = journal
-        self._start()
-
-    @property
-    def journal(self) -> str | None:
-        """Where the journal is that it serves; ``None`` if it serves none."""
-        if self._journal is None:
-            return None
-        return f"http://{self.address.rpartition(':')[0]}:{self._journal.port}"
-
-    def keep(self) -> bool:
-        """Start it again where it has died; tell whether it can be had at all."""
-        code = self._process.poll()
-        if code is None:
-            return True
-        if code == ExitCode.REFUSED:
-            return False
-        if time.monotonic() > self._started_at + _PAUSE_S:
-            print("xffl: the lighthouse has died, and is started again at the same port", file=sys.stderr)
-            self._start()
-        return True
-
-    def stop(self) -> None:
-        """End it."""
-        self._process.kill()
-        self._process.wait()
-
-    def _start(self) -> None:
-        self._started_at = time.monotonic()
-        words: tuple[str, ...] = ()
-        environ = dict(os.environ)
-        if self._journal is not None:
-            words = ("--journal", str(self._journal.folder), "--journal-port", str(self._journal.port))
-            environ |= self._journal.token
-        times = ("--heartbeat-timeout", str(CELL_HEARTBEAT_TIMEOUT_S), "--join-timeout", str(CELL_JOIN_TIMEOUT_S))
-        self._process = subprocess.Popen(
-            [*child_command("xffl.cli.main"), "lighthouse", "--bind", self.address, *times, *words],
-            env=environ,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            start_new_session=True,
-            preexec_fn=partial(die_with_parent, signal.SIGKILL),
-        )
-
-
-@contextmanager
-def own_lighthouse(
-    layout: JobLayout | None = None, journal: Path | None = None, token: Mapping[str, str] | None = None
-) -> Iterator[LighthouseProcess]:
-    """Run a lighthouse while the block runs, at a free port of this host that is held for it also while it is down.
-
-    It listens where the hosts of a layout reach this one, without a layout on loopback alone. With the folder of a
-    journal it serves that as well, to those who know the token.
-    """
-    _require_torchft()
-    host = "127.0.0.1"
-    if layout is not None:
-        others = [host for host in layout.hosts if host.name != own_host().name]
-        host = bind_address(f"{node_address((others or layout.hosts)[0].name)}:9")  # nothing is sent there
-    with ExitStack() as held:
-        port = held.enter_context(held_port())
-        served = None
-        if journal is not None:
-            served = ServedJournal(journal, held.enter_context(held_port()), token or {})
-        lighthouse = LighthouseProcess(f"{host}:{port}", served)
-        try:
-            yield lighthouse
-        finally:
-            lighthouse.stop()
-
-
-def _require_torchft() -> None:
-    with optional_import("elastic", "an elastic run needs torchft, which has wheels for x86-64 Linux"):
-        if find_spec("torchft") is None:  # it is imported by the lighthouse and the ranks, since it brings torch
-            raise ModuleNotFoundError("No module named 'torchft'")
-
-
-class SharedLighthouse:
-    """The lighthouse of cells that are jobs of their own: one of the jobs runs it, and a file that all see names it.
-
-    A job that finds no file, or has had no answer from the lighthouse that it names for some seconds, starts one, and
-    writes its address once that answers. Where several jobs do so at once, the last to write is the one that the file
-    names, and the others end theirs. So no file needs a lock; a moment with two lighthouses divides no run, since a
-    round counts only if its record stands in the run's one journal (:mod:`xffl.elastic.roster`).
-    """
-
-    def __init__(self, file: str) -> None:
-        _require_torchft()
-        self._file = Path(file)
-        self._address = control_address() or reachable_address([_FAR])
-        try:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise LaunchError(f"the lighthouse's file {file} cannot be written ({error}); give another") from error
-        self._own: LighthouseProcess | None = None
-        self._is_named = False  # whether the file has named the own one
-        self._port = ExitStack()
-        self._due = 0.0
-        self._heard_at = time.monotonic()
-        self._trouble = ""
-
-    def keep(self) -> bool:
-        """See to it, once a second, that there is one; tell whether this host can run one, if it has to."""
-        if time.monotonic() < self._due:
-            return True
-        self._due = time.monotonic() + _LOOK_S
-        if self._own is not None and not self._own.keep():
-            return False
-        try:
-            self._look(self._read())
-        except OSError as error:  # of the shared file system, which may be well again at the next look
-            if str(error) != self._trouble:
-                self._trouble = str(error)
-                print(f"xffl: the lighthouse's file {self._file} cannot be used ({error})", file=sys.stderr)
-        return True
-
-    def stop(self) -> None:
-        """End the own one, if there is one; other jobs see at their next look that it has gone."""
-        if self._own is not None:
-            with suppress(OSError):
-                if self._read() == self._own.address:
-                    self._file.unlink()
-            self._end(self._own)
-
-    def _look(self, named: str) -> None:
-        """Start or end the own one, as the file says, which names HOST:PORT or is not there."""
-        own = self._own
-        if own is None:
-            if named and _answers(named):
-                self._heard_at = time.monotonic()
-            elif not named or time.monotonic() > self._heard_at + _SILENCE_S:
-                self._own = LighthouseProcess(f"{self._address}:{self._port.enter_context(held_port())}")
-                self._is_named = False
-        elif named == own.address:
-            return
-        elif named and (self._is_named or _answers(named)):
-            self._end(own)
-            self._heard_at = time.monotonic()
-        elif _answers(own.address):
-            write_whole(self._file, f"http://{own.address}\n")
-            self._is_named = True
-            print(f"xffl: this job runs the lighthouse, at http://{own.address}", file=sys.stderr)
-
-    def _read(self) -> str:
-        try:
-            told = read_bytes(self._file, ADDRESS_BYTES).decode(errors="replace")
-        except FileNotFoundError:
-            return ""
-        return told.strip().removeprefix("http://")
-
-    def _end(self, own: LighthouseProcess) -> None:
-        own.stop()
-        self._own = None
-        self._port.close()
-
-
-def _answers(address: str) -> bool:
-    """Tell whether somebody listens at an address."""
-    with suppress(LaunchError):  # it is no address
-        return connection_error(*read_address("the lighthouse", address), _ANSWER_S) is None
-    return False
-
-
-# Cells as steps of a SLURM job ----------------------------------------------------------------------------------------
-
-
-def step_variables(layout: JobLayout) -> list[dict[str, str]]:
-    """Return for each cell the variables that tell of a SLURM job with the hosts of that cell alone."""
-    hosts, steps = list(layout.hosts), []
-    for cell, size in enumerate(layout.topology.sizes):
-        own: list[Host] = []
-        while sum(host.slots for host in own) < size:
-            own.append(hosts.pop(0))
-        if sum(host.slots for host in own) != size:
-            raise ConfigError(
-                f"cells {cell} and {cell + 1} share host {own[-1].name}, but an elastic cell is a step with hosts of "
-                "its own; give sizes that end with a host, or start a job for each cell: xffl exec --elastic URL "
-                "--cell 0/2"
-            )
-        step = dict.fromkeys(("SLURM_JOB_NUM_NODES", "SLURM_NNODES"), str(len(own))) | {"SLURM_NTASKS": str(size)}
-        step["SLURM_JOB_NODELIST"] = ",".join(host.name for host in own)
-        step["SLURM_TASKS_PER_NODE"] = ",".join(str(host.slots) for host in own)
-        steps.append(step)
-    return steps

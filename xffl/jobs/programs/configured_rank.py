@@ -19,7 +19,7 @@ def main() -> None:
     """Train as the configuration says that the command has read."""
     signal.pthread_sigmask(signal.SIG_BLOCK, KEPT)  # until the trainer listens
     here = os.path.dirname(os.path.realpath(__file__))
-    # The modules of the command line are not for the trainer's imports.
+    # The modules of this room are not for the trainer's imports.
     sys.path[:] = [folder for folder in sys.path if os.path.realpath(folder or os.curdir) != here]
     from xffl.training.config.configuration import take_over
     from xffl.training.signals import check_signals
