@@ -537,6 +537,7 @@ _SILOS = "Li et al., 2022, arXiv 2102.02079"
 _STREAMING = "Douillard et al., 2025, arXiv 2501.18512"
 _SUN = "Sun et al., 2019, arXiv 1911.07963"
 _WANG = "Wang et al., 2020, arXiv 2007.07481"
+_SARFI = "Sarfi et al., 2025, arXiv 2508.15706"
 _YIN = "Yin et al., 2018, arXiv 1803.01498"
 _KINGMA = "Kingma and Ba, 2015, arXiv 1412.6980"
 _LOSHCHILOV = "Loshchilov and Hutter, 2019, arXiv 1711.05101"
@@ -648,6 +649,10 @@ _ALGORITHMS = (
         *("streaming_diloco", "DiLoCo in parts that cross while training goes on", _STREAMING),
         aggregator={"server": {"name": "diloco", "lr": 0.4}, "fragments": 3, "overlap": True},
         scaling={"delay": 1, "alpha": 0.5},
+    ),
+    _algorithm(
+        *("sparseloco", "a few values of each block in two bits, with residuals that decay", _SARFI),
+        aggregator={"codec": "sparseloco", "form": "all_gather"},
     ),
     _algorithm("fedprox", "FedAvg with a pull to the global weights", _PROX, scaling={"client": "fedprox"}),
     _algorithm("scaffold", "FedAvg with corrected local gradients", _KARIMIREDDY, scaling={"client": "scaffold"}),
