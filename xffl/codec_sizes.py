@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from xffl.checks import decimal, did_you_mean, integer, one_of, real
+from xffl.checks import decimal, did_you_mean, integer, number, one_of, real
 from xffl.errors import ConfigError
 
 __all__ = [
+    "DECAY",
+    "DENSITY",
+    "LARGEST_EXACT_BLOCK",
     "MAX_BLOCK",
+    "SPARSE_BLOCK",
     "CodecSpec",
     "block_bytes",
     "codec_bytes",
     "codec_ratio",
+    "kept_in_blocks",
     "kept_values",
     "read_codec",
     "scale_bytes",
+    "sparse_bytes",
     "topk_bytes",
+    "two_bit_bytes",
 ]
 
 CODECS: dict[str, dict[str, tuple[str, ...]]] = {
@@ -27,12 +35,24 @@ CODECS: dict[str, dict[str, tuple[str, ...]]] = {
     "fp16": {},
     "int8": {"block": (), "scale": ("fp16", "fp32"), "rounding": ("nearest", "stochastic")},
     "int4": {"block": (), "scale": ("fp16", "fp32"), "rounding": ("nearest", "stochastic")},
+    "int2": {"block": ()},
+    "sparseloco": {"density": (), "decay": ()},
     "topk": {"value": ("fp32", "fp16")},
 }
 """What a codec's name may begin with, and the options that may follow with what they may be."""
 NAMES = ", ".join(CODECS) + ":DENSITY"
 MAX_BLOCK = 2**16
 """Largest block: more values share one scale only where the scale's bytes no longer matter."""
+LARGEST_EXACT_BLOCK = 2**12
+"""Largest block of ``int2``, whose sums are exact."""
+SPARSE_BLOCK = 2**12
+"""Values of a block of ``sparseloco``: as many as 12 bits can tell apart."""
+DENSITY = 1 / 64
+"""Share of the values that ``sparseloco`` sends: 64 of 4096."""
+DECAY = 0.95
+"""What ``sparseloco`` multiplies residuals by before they are added to the next values."""
+SHARES = {"density": DENSITY, "decay": DECAY}
+"""Options that are numbers from 0 to 1, with what ``sparseloco`` takes without them."""
 LARGE = 2**20  # values of which a ratio is taken
 
 
@@ -46,11 +66,16 @@ class CodecSpec:
     rounding: str = "nearest"
     density: float = 1.0
     value: str = "fp32"
+    decay: float = 1.0
 
     def nbytes(self, numel: int) -> int:
         """Return the exact size of encoded values; 0 for no values."""
         if self.kind in ("int8", "int4"):
             return block_bytes(numel, int(self.kind.removeprefix("int")), self.block, self.scale)
+        if self.kind == "int2":
+            return two_bit_bytes(numel, self.block)
+        if self.kind == "sparseloco":
+            return sparse_bytes(numel, self.density)
         if self.kind == "topk":
             return topk_bytes(numel, self.density, self.value)
         return numel * (4 if self.kind == "none" else 2)
@@ -65,6 +90,23 @@ def scale_bytes(numel: int, block: int, scale: str) -> int:
 def block_bytes(numel: int, bits: int, block: int, scale: str) -> int:
     """Return the size of values of so many bits in blocks, with their scales."""
     return scale_bytes(numel, block, scale) + -(-numel * bits // 8)
+
+
+def two_bit_bytes(numel: int, block: int) -> int:
+    """Return the size of values of two bits in blocks, each with two magnitudes of 16 bits."""
+    return 4 * -(-numel // block) + -(-numel // 4)
+
+
+def sparse_bytes(numel: int, density: float) -> int:
+    """Return the size of what is kept of each block, with 14 bits for each value, and two magnitudes for each block."""
+    kept = kept_in_blocks(numel, density)
+    return 4 * -(-numel // SPARSE_BLOCK) + -(-3 * kept // 2) + -(-kept // 4)
+
+
+def kept_in_blocks(numel: int, density: float) -> int:
+    """Return how many values a density keeps, of each block of ``sparseloco`` for itself."""
+    whole, rest = divmod(numel, SPARSE_BLOCK)
+    return whole * kept_values(SPARSE_BLOCK, density) + kept_values(rest, density)
 
 
 def topk_bytes(numel: int, density: float, value: str) -> int:
@@ -96,17 +138,27 @@ def read_codec(name: object) -> CodecSpec:
                 f"codec {name!r}: the density, the share of values that it sends, must be a number above 0 and at most "
                 f"1, got {density!r}; give topk:0.01 for 1 %"
             )
+    if kind == "sparseloco":
+        options = dict(SHARES)
     known = CODECS[kind]
+    given: set[str] = set()
     for part in parts:
         key, equals, value = part.partition("=")
-        if key not in known or not equals or key in options:
+        if key not in known or not equals or key in given:
             knob = "give " + " or ".join(f"{key}=..." for key in known) if known else "give the codec without options"
             meant = did_you_mean(key, known)
             raise ConfigError(f"codec {name!r}: option {part!r} is unknown or given twice{meant}; {knob}")
+        given.add(key)
         options[key] = value
         if key == "block":
-            number = value if decimal(value) is None else decimal(value)
-            options[key] = integer(f"codec {name!r}: block", number, 1, MAX_BLOCK, hint="give block=64")
+            most = LARGEST_EXACT_BLOCK if kind == "int2" else MAX_BLOCK
+            given_number = value if decimal(value) is None else decimal(value)
+            options[key] = integer(f"codec {name!r}: block", given_number, 1, most, hint="give block=64")
+        elif key in SHARES:
+            share = value if real(value) is None else real(value)
+            above = 0.0 if key == "density" else -math.inf
+            hint = f"give {key}={SHARES[key]:g}"
+            options[key] = number(f"codec {name!r}: {key}", share, 0.0, maximum=1.0, above=above, hint=hint)
         else:
             one_of(f"codec {name!r}: {key}", value, known[key], hint=f"give {key}={known[key][0]}")
     return CodecSpec(kind, **options)

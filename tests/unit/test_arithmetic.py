@@ -189,7 +189,9 @@ def test_devices_of_a_rank_that_compute_otherwise_are_refused() -> None:
         digest_arithmetic(places, combiner=Mean())
 
 
-@pytest.mark.parametrize("codec", ["bf16", "fp16", "int8", "int4:block=32", "int4:scale=fp32", "topk:0.1,value=fp16"])
+@pytest.mark.parametrize(
+    "codec", ["bf16", "fp16", "int8", "int4:block=32", "int4:scale=fp32", "topk:0.1,value=fp16", "int2", "sparseloco"]
+)
 def test_what_codecs_decode_is_elementary(codec: str) -> None:
     made = codec_of(codec)
     assert made is not None

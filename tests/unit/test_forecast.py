@@ -22,6 +22,7 @@ from xffl.errors import ConfigError
 from xffl.planning import (
     Link,
     codec_bytes,
+    codec_limits,
     codec_ratio,
     forecast_data_parallel,
     forecast_round,
@@ -376,6 +377,10 @@ CODECS = [
     "topk:0.01",
     "topk:0.07,value=fp16",
     "topk:1",
+    "int2",
+    "int2:block=7",
+    "sparseloco",
+    "sparseloco:density=0.3,decay=1",
 ]
 
 
@@ -384,6 +389,18 @@ def test_sizes_are_those_of_the_codecs(codec: str, numel: int) -> None:
     made = codec_of(codec)
     assert made is not None
     assert codec_bytes(codec, numel) == codec_bytes(str(made), numel) == made.nbytes(numel)
+
+
+def test_a_codec_pays_below_the_rate_at_which_ranks_code() -> None:
+    one, two = (codec_limits(Topology(2 * n, (n, n), n), memory_gbps=100.0) for n in (1, 4))
+    assert one["bf16"] > one["int8"] > one["int4"] > one["int2"] > one["sparseloco"] > 0
+    assert all(two[name] == pytest.approx(4 * limit) for name, limit in one.items()), "four ranks code at a time"
+    assert codec_limits(Topology(8, (4, 4), 4), memory_gbps=100.0, own_links=True) == one
+    assert codec_limits(Topology(8, (4, 4), 1), memory_gbps=100.0, rails=True) == two
+    assert codec_limits(Topology(4, (4,)), memory_gbps=100.0) == {}
+    three = codec_limits(Topology(3, (1, 1, 1)), memory_gbps=100.0)
+    # Values as they are cross 4/3 times; what three cells have sent is decoded.
+    assert three["int8"] == pytest.approx(4 / 3 * 100 / (4.4 + 3 * 0.7))
 
 
 def test_ratios() -> None:

@@ -100,10 +100,11 @@ class Aggregator:
     :param rails: Let the replicas of a shard take turns in sending its buckets, so that all their network cards work,
         instead of one sender. What crosses stays the same.
     :param codec: How averaged parameters are written on the slow link: ``none``, ``bf16``, ``fp16``, ``int8``,
-        ``int4``, ``topk:0.01`` (see :mod:`xffl.aggregation.compression`), or a mapping of name patterns to
-        codecs, the first match wins. Codecs write what a shard differs by from the last agreed state; what they leave
-        out is sent later (error feedback). The first round is exact, and makes that state. Memory on a sender: one more
-        copy of its shard, two in fp32 of what was left out, and ``C + 2`` buckets in fp32.
+        ``int4``, ``int2``, ``sparseloco``, ``topk:0.01`` (see :mod:`xffl.aggregation.compression` and
+        :mod:`xffl.aggregation.two_bits`), or a mapping of name patterns to codecs, the first match wins. Codecs write
+        what a shard differs by from the last agreed state; what they leave out is sent later (error feedback). The
+        first round is exact, and makes that state. Memory on a sender: one more copy of its shard, two in fp32 of what
+        was left out, and ``C + 2`` buckets in fp32.
     :param fragments: Parts of the model that are exchanged in turn, one in each round.
     :param overlap: Make process groups of its own, for :meth:`aggregate_async`.
     :param combine: What makes one value of the cells' values: ``mean``, or another entry of ``xffl list algorithms

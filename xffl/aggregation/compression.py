@@ -32,6 +32,14 @@ class Codec(ABC):
     decode to the same values on every rank. No method waits for a GPU.
     """
 
+    decay: float = 1.0
+    """What a residual is multiplied by before it is added to the next values."""
+
+    @property
+    def alignment(self) -> int:
+        """Of how many values the lengths of buckets of a large tensor are multiples."""
+        return 1
+
     @abstractmethod
     def nbytes(self, numel: int) -> int:
         """Return the exact size of encoded values in bytes; 0 for no values."""
@@ -299,6 +307,11 @@ def codec_of(name: str | Codec) -> Codec | None:
         return TopK(spec.density, spec.value)
     if spec.kind in ("int8", "int4"):
         return Blockwise(int(spec.kind.removeprefix("int")), spec.block, spec.scale, spec.rounding)
+    if spec.kind in ("int2", "sparseloco"):
+        # Only where they are asked for: a plain round reads nothing of them.
+        from xffl.aggregation.two_bits import SparseBlocks, TwoBits
+
+        return TwoBits(spec.block) if spec.kind == "int2" else SparseBlocks(spec.density, spec.decay)
     return None if spec.kind == "none" else Cast(spec.kind)
 
 
@@ -545,7 +558,7 @@ class ErrorFeedback:
                 residual = torch.empty_like(values)
         self._codec.encode_with_residual(values, code, residual=residual, spare=spare, seed=seed)
         self._norms.append((norm, residual.dot(residual)))
-        self._new_residuals[place] = residual
+        self._new_residuals[place] = residual if self._codec.decay == 1.0 else residual.mul_(self._codec.decay)
 
     @staticmethod
     def _limit(values: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ _CHOICES = """
 eq ne lt le gt ge equal isnan isinf isposinf isneginf is_nonzero where sign sgn signbit copysign abs neg positive
 minimum maximum fmin fmax amin amax clamp clamp_min clamp_max relu nan_to_num any all round floor ceil trunc
 logical_and logical_or logical_not logical_xor bitwise_and bitwise_or bitwise_xor bitwise_not
+bitwise_left_shift bitwise_right_shift
 _foreach_abs _foreach_neg _foreach_sign _foreach_minimum _foreach_maximum
 """
 _COPIES = """

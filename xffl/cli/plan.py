@@ -352,6 +352,15 @@ class _Forecaster:
 
         return forecast_round(self._topology, **{**self._common, **self._of_rounds, **changes})
 
+    def codec_limits(self) -> dict[str, float]:
+        """Return below which rate of the slow link each codec pays, in Gbit/s."""
+        from xffl.planning import codec_limits
+        from xffl.planning.forecast import MEMORY_GBPS
+
+        memory_gbps = self._of_rounds.get("memory_gbps", MEMORY_GBPS)
+        links = {"rails": self._of_rounds["rails"], "own_links": self._common["own_links"]}
+        return codec_limits(self._topology, memory_gbps=memory_gbps, **links)
+
     def data_parallel(self) -> StepForecast:
         """Forecast a data-parallel step."""
         from xffl.planning import forecast_data_parallel
@@ -369,6 +378,7 @@ def _simulate(options: Namespace, forecaster: _Forecaster) -> dict[str, Any]:
         "codec": forecaster.codec,
         "round": asdict(forecaster.round()),
         "data_parallel": asdict(forecaster.data_parallel()),
+        "codecs": forecaster.codec_limits(),
         "assumptions": list(ASSUMPTIONS),
     }
 

@@ -1,9 +1,9 @@
 """Forecasts of a federation and their figures: topology, traffic and time of rounds, the inside of a cell.
 
-``text`` and ``figures`` draw the topology and hold what the other files draw with; ``traffic``, ``memory`` and
-``forecast`` calculate; ``mesh``, ``partition`` and ``bench`` each write one thing as text and as a figure;
-``plan_text`` and ``summary`` write what ``xffl plan`` prints: its numbers, and its end. Names are imported when they
-are first used. None needs torch; figures load matplotlib when they are drawn.
+``text`` and ``figures`` draw the topology and hold what the other files draw with; ``traffic``, ``memory``,
+``codec_links`` and ``forecast`` calculate; ``mesh``, ``partition`` and ``bench`` each write one thing as text and as a
+figure; ``plan_text`` and ``summary`` write what ``xffl plan`` prints: its numbers, and its end. Names are imported when
+they are first used. None needs torch; figures load matplotlib when they are drawn.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from xffl.lazy import lazy_names
 if TYPE_CHECKING:
     from xffl.codec_sizes import codec_bytes, codec_ratio
     from xffl.planning.bench import bench_figure, bench_table
+    from xffl.planning.codec_links import codec_limits
     from xffl.planning.figures import topology_figure
     from xffl.planning.forecast import Link, forecast_data_parallel, forecast_round
     from xffl.planning.memory import ModelSize, TrainingSize, rank_memory
@@ -30,6 +31,7 @@ __all__ = [
     "bench_figure",
     "bench_table",
     "codec_bytes",
+    "codec_limits",
     "codec_ratio",
     "forecast_data_parallel",
     "forecast_round",

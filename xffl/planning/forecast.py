@@ -24,6 +24,8 @@ BACKENDS = ("gloo", "nccl")
 SIMULATED = 1024
 """Buckets, for each one in flight, that are simulated before the rest is extrapolated."""
 BUCKET_BYTES = 4 * 2**20
+MEMORY_GBPS = 800.0
+"""Rate at which a rank reads values in its memory, unless another is given."""
 STREAMS = 4
 """Groups on which buckets take turns over NCCL, which processes those of one group one after the other."""
 HOME_LAG = 2
@@ -144,7 +146,7 @@ def forecast_round(
     fragments: int = 1,
     delay: int = 0,
     atomic: bool = True,
-    memory_gbps: float = 800.0,
+    memory_gbps: float = MEMORY_GBPS,
     backend: str = "gloo",
     pcie_gbps: float | None = None,
 ) -> RoundForecast:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from xffl.planning.text import bytes_text, seconds_text
@@ -89,6 +89,7 @@ def forecast_lines(forecast: dict[str, Any]) -> list[str]:
         lines.append(
             "  The slow link waits for buckets: larger ones would fill it (--bucket-mib, Aggregator's bucket_bytes)."
         )
+    lines += codec_lines(forecast["codecs"])
     lines.append("Data parallelism over all ranks instead, gradients in every step:")
     sent = bytes_text(plain["bytes_across_per_cell"])
     lines.append(
@@ -96,6 +97,14 @@ def forecast_lines(forecast: dict[str, Any]) -> list[str]:
     )
     lines.append(f"  training    {100 * plain['utilization']:.1f} % of the time")
     return lines
+
+
+def codec_lines(limits: Mapping[str, float]) -> list[str]:
+    """Write below which rate of a link each codec pays; nothing for one cell."""
+    if not limits:
+        return []
+    text = ", ".join(f"{name} {limit:.3g}" for name, limit in limits.items())
+    return ["  codecs pay  on links of the cells below so many Gbit/s:", f"    {text}"]
 
 
 def assumption_lines(assumptions: Sequence[str]) -> list[str]:

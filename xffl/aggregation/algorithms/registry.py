@@ -542,6 +542,7 @@ _SILOS = "Li et al., 2022, arXiv 2102.02079"
 _STREAMING = "Douillard et al., 2025, arXiv 2501.18512"
 _SUN = "Sun et al., 2019, arXiv 1911.07963"
 _WANG = "Wang et al., 2020, arXiv 2007.07481"
+_SARFI = "Sarfi et al., 2025, arXiv 2508.15706"
 _YIN = "Yin et al., 2018, arXiv 1803.01498"
 _KINGMA = "Kingma and Ba, 2015, arXiv 1412.6980"
 _LOSHCHILOV = "Loshchilov and Hutter, 2019, arXiv 1711.05101"
@@ -669,6 +670,10 @@ _ALGORITHMS = (
         scaling={"moments": "average:exp_avg=3,exp_avg_sq=6"},
         moves="weights; moments in some rounds",
         nbytes=4 + 4 / 3 + 4 / 6,
+    ),
+    _algorithm(
+        *("sparseloco", "a few values of each block in two bits, with residuals that decay", _SARFI),
+        aggregator={"codec": "sparseloco", "form": "all_gather"},
     ),
     _algorithm("fedprox", "FedAvg with a pull to the global weights", _PROX, scaling={"client": "fedprox"}),
     _algorithm(

@@ -171,8 +171,8 @@ def plan_transfers(
         limit = _bucket_limit(group, topology, options.bucket_bytes // dtype.itemsize)
         if round_groups.multi_rail:
             limit = min(limit, -(-group.numel // (IN_FLIGHT * turns)))  # all have some to send
-        buckets = tuple(group.buckets(max(1, limit)))
         codec = codecs.get(group.codec) if topology.cells > 1 else None  # nothing crosses in one cell
+        buckets = tuple(group.buckets(max(1, limit), 1 if codec is None else codec.alignment))
         taken = "all_gather"  # what is taken from one cell needs no combining
         if group.rule == "average":
             taken = form_of(group.numel * dtype.itemsize, topology.cells, form, is_exact=codec is None)

@@ -51,10 +51,10 @@ class Bucket(NamedTuple):
     stop: int
     pieces: tuple[Piece, ...]
 
-    def part(self, index: int, parts: int) -> slice:
+    def part(self, index: int, parts: int, multiple: int = 1) -> slice:
         """Return the elements, counted in the bucket, that one of ``parts`` cells combines in two hops."""
         numel = self.stop - self.start
-        chunk = -(-numel // parts)
+        chunk = -(-numel // (parts * multiple)) * multiple
         return slice(min(index * chunk, numel), min((index + 1) * chunk, numel))
 
 
@@ -90,8 +90,8 @@ class BucketGroup:
         """Number of elements."""
         return sum(stop - start for _, start, stop in self.pieces)
 
-    def buckets(self, limit: int) -> Iterator[Bucket]:
-        """Cut the group into buckets of at most ``limit`` elements.
+    def buckets(self, limit: int, multiple: int = 1) -> Iterator[Bucket]:
+        """Cut the group into buckets of at most ``limit`` elements, or the next multiple.
 
         Large pieces are cut evenly into buckets of their own, which need not be packed where they lie in one run of
         memory; small ones share buckets.
@@ -101,7 +101,7 @@ class BucketGroup:
         groups: list[list[Piece]] = []
         for item, start, stop in large:
             count = -(-(stop - start) // limit)
-            size = -(-(stop - start) // count)
+            size = -(-(stop - start) // (count * multiple)) * multiple
             groups += [[Piece(item, first, min(first + size, stop))] for first in range(start, stop, size)]
         room = 0
         for piece in small:
@@ -220,7 +220,8 @@ class GroupTransfer:
             return [slice(0, numel)] * cells
         combiner = self.combiners[bucket.number] if self.combiners else None
         if combiner is None:
-            return [bucket.part(cell, cells) for cell in range(cells)]
+            multiple = 1 if self.codec is None else self.codec.alignment
+            return [bucket.part(cell, cells, multiple) for cell in range(cells)]
         return [slice(numel * (cell > combiner), numel * (cell >= combiner)) for cell in range(cells)]
 
     def cut(self, bucket: Bucket, values: torch.Tensor) -> Sequence[torch.Tensor]:
