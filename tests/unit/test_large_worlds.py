@@ -113,3 +113,18 @@ def test_ballots_keep_what_each_rank_says(world: int) -> None:
 def test_ballots_of_ranks_that_say_the_same_are_few_bytes() -> None:
     ballots = Ballots.joined([Ballots.of(RoundStatus(3))] * 16384)
     assert len(ballots.to_bytes()) == 288 and len(set(map(id, ballots.statuses()))) == 1
+
+
+def test_with_many_cells_what_the_store_serves_a_rank_does_not_jump() -> None:
+    """Cells of 64 and of 256 ranks: both are no meshes, and groups of one rank of each cell read short addresses."""
+    asked = []
+    for world in (4096, 16384):
+        topology = Topology(world, (world // 64,) * 64)
+        play = play_rank(topology, 0)
+        start = forecast_rank(topology, 0)
+        assert sum(counts.connections for counts in play.phases.values()) == start.connections
+        requests = sum(counts.requests for counts in play.phases.values())
+        nbytes = sum(counts.store_bytes for counts in play.phases.values() if counts is not play.phases["plan"])
+        asked.append((requests, nbytes))
+    (before, bytes_before), (after, bytes_after) = asked
+    assert before < after <= before + 20 and bytes_after < 2 * 16384 * 150 and bytes_before < 2 * 4096 * 200, asked

@@ -64,7 +64,9 @@ class TwoBits(Codec):
         for (rows, pair), (written, _) in zip(
             _blocks(values, levels, self.block), _blocks(codes, levels, self.block), strict=True
         ):
-            for some, pairs, into in zip(*(each.split(at_a_time) for each in (rows, pair, written)), strict=True):
+            for some, pairs, into in zip(
+                *(torch.split(each, at_a_time) for each in (rows, pair, written)), strict=True
+            ):
                 magnitudes, is_large, spare = (row[: some.numel()].view_as(some) for row in scratch)
                 tops = torch.abs(some, out=magnitudes).amax(1, keepdim=True)
                 steps = _count_steps(magnitudes, tops)

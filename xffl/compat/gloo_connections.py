@@ -6,11 +6,13 @@ which they read for each group that they make, and they take no option of a grou
 https://github.com/pytorch/pytorch/blob/v2.11.0/torch/csrc/distributed/c10d/ProcessGroupGloo.cpp
 (``getDefaultGlooLazyInit``).
 
-Lazy connections are worse in two ways, so they are for large groups that run collectives alone. One side of a pair
-waits for the other to connect: it notices that this one is lost only after five times the group's timeout
-(``Pair::waitUntilConnected``), and not at once; and a message that is only to be started waits, too. A barrier opens
-all connections that gloo's other collectives use, but those of gathers to one rank and of all-to-all. The votes of
-rounds message single ranks of the world, too: an aggregator opens these connections when it is made.
+Lazy connections are worse in two ways, so they are for large groups, and opened when these are made. One side of a
+pair waits for the other to connect: it notices that this one is lost only after five times the group's timeout
+(``Pair::waitUntilConnected``), and not at once; and a message that is only to be started waits, too. In groups that run
+collectives alone a barrier opens all connections that gloo's other collectives use, but those of gathers to one rank
+and of all-to-all. In groups in which single ranks message each other all pairs are connected one after the other: a
+rank then reads 154 bytes of each other one, and not 154 + 8 N. The votes of rounds message single ranks of the world,
+too: an aggregator opens these connections when it is made.
 """
 
 from __future__ import annotations
@@ -21,28 +23,36 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-__all__ = ["LAZY_VARIABLE", "MESH_LIMIT", "connect_lazily", "is_lazy"]
+__all__ = ["LAZY_VARIABLE", "MESH_LIMIT", "MESH_LIMIT_OF_MANY", "connect_lazily", "is_lazy"]
 
 LAZY_VARIABLE = "TORCH_GLOO_LAZY_INIT"
 """torch's own variable."""
 MESH_LIMIT = 256
-"""Ranks of the largest group that is a mesh: 66,000 requests of rank 0's store, and 144 MB from it."""
+"""Ranks of the largest world whose groups are meshes: 66,000 requests of rank 0's store, and 144 MB from it."""
+MESH_LIMIT_OF_MANY = 32
+"""Ranks of the largest group that is a mesh in larger worlds, where there are many such groups."""
 
 _TRUE = ("1", "y", "yes", "t", "true")
 """What torch takes for yes, in capitals, too."""
 
 
-def is_lazy(size: int, environ: Mapping[str, str] = os.environ) -> bool:
-    """Tell whether a group of so many ranks, which runs collectives alone, is to connect lazily; local.
+def is_lazy(size: int, environ: Mapping[str, str] = os.environ, *, world_size: int | None = None) -> bool:
+    """Tell whether a group of so many ranks is to connect lazily; local.
 
     A value of the user's own decides for all sizes.
+
+    :param size: Ranks of the group.
+    :param environ: The environment.
+    :param world_size: Ranks of the world that it is a part of; ``None``: it is the world.
+    :return: Whether it is.
     """
     asked = None if environ is os.environ and _blocks.are_open else environ.get(LAZY_VARIABLE)
     if asked is not None:
         return asked.lower() in _TRUE
     # Connections over TLS, and those of other systems than Linux, refuse it.
     is_possible = sys.platform == "linux" and environ.get("GLOO_DEVICE_TRANSPORT", "TCP").upper() == "TCP"
-    return is_possible and size > MESH_LIMIT
+    is_of_many = (size if world_size is None else world_size) > MESH_LIMIT
+    return is_possible and is_of_many and size > min(MESH_LIMIT, MESH_LIMIT_OF_MANY)
 
 
 class _Blocks:

@@ -97,22 +97,42 @@ def new_group(
     return group
 
 
+_TAG = 7_002
+"""Tells the messages that connect pairs from those of votes and of callers."""
+
+
 @contextmanager
 def connected(size: int, *, has_messages: bool = False) -> Iterator[Callable[[dist.ProcessGroup | None], None]]:
     """Make a group of so many ranks in the block, and give it to what the block gets; collective over these ranks.
 
     Over gloo a large group that runs collectives alone gets the connections of these, and no others: about two for each
-    doubling of its ranks. ``None`` stands for the world.
+    doubling of its ranks. One in which single ranks send to each other gets all. ``None`` stands for the world.
     """
-    lazily = not has_messages and is_lazy(size)
+    lazily = is_lazy(size, world_size=dist.get_world_size() if dist.is_initialized() else None)
 
     def connect(group: dist.ProcessGroup | None) -> None:
         # A rank that is lost from here on is noticed as fast as in a mesh: no collective connects first.
-        if lazily and "gloo" in dist.get_backend_config(group):
+        if not lazily or "gloo" not in dist.get_backend_config(group):
+            return
+        if has_messages and group is not None:
+            _connect_all_pairs(group)
+        else:
             dist.barrier(group)
 
     with connect_lazily(lazily):
         yield connect
+
+
+def _connect_all_pairs(group: dist.ProcessGroup) -> None:
+    """Connect all ranks of a group over gloo that connects lazily; collective over the group."""
+    rank = group.rank()
+    values = torch.zeros(1, dtype=torch.uint8)
+    # In this order on all ranks the first pair that is not connected yet is always next for both of its ranks.
+    for peer in range(group.size()):
+        if peer < rank:
+            group.recv([values], peer, _TAG).wait()
+        elif peer > rank:
+            group.send([values], peer, _TAG).wait()
 
 
 def cell_mesh(topology: Topology, rank: int, groups: Groups, device_type: str) -> DeviceMesh:

@@ -46,8 +46,8 @@ MEETING_BYTES = 1500
 
 STARTUP_ASSUMPTIONS = (
     "ranks meet at a store of rank 0 and connect over gloo; connections of NCCL and of training are left out",
-    "a group of gloo with at most 256 ranks is a mesh: each rank reads what all others have stored; a larger one that "
-    "runs collectives alone connects a rank with about two others for each doubling of its ranks",
+    "with at most 256 ranks a group of gloo is a mesh: each rank reads what all others have stored; with more, one of "
+    "more than 32 ranks that runs collectives alone connects a rank with about two others for each doubling of them",
     "a vote goes up a binary tree in each cell, once between the cells' first ranks, and down again; up to "
     f"{MOST_IN_TABLES} ranks a message has 192 bytes for each, above that what ranks say alike stands once; where each "
     "rank gives a count of its own, 8 bytes a rank of the world come to it",
@@ -55,9 +55,14 @@ STARTUP_ASSUMPTIONS = (
 """What the numbers of :func:`forecast_startup` rest on."""
 
 
-def is_mesh(size: int, *, has_messages: bool = False) -> bool:
-    """Tell whether gloo connects each rank of a group with all others, by the limit of xffl; pure."""
-    return has_messages or size <= gloo_connections.MESH_LIMIT
+def is_mesh(size: int, world_size: int) -> bool:
+    """Tell whether gloo makes a group as a mesh, by the limits of xffl; pure.
+
+    In other groups it connects as xffl asks for: all ranks with all where they message each other.
+    """
+    if world_size <= gloo_connections.MESH_LIMIT:
+        return True
+    return size <= min(gloo_connections.MESH_LIMIT, gloo_connections.MESH_LIMIT_OF_MANY)
 
 
 def store_requests_of_group(size: int, connections: int | None = None) -> int:
@@ -138,17 +143,17 @@ class StartupForecast:
 def forecast_rank(topology: Topology, rank: int) -> RankStartup:
     """Forecast what one rank of a federation over gloo does at its start; pure."""
     requests = nbytes = connections = 0
+    world = topology.world_size
     for size, has_messages in _groups_of(topology, rank):
-        opened = size - 1 if is_mesh(size, has_messages=has_messages) else _doublings(size)
-        known = None if opened == size - 1 else opened
+        opened = size - 1 if has_messages or is_mesh(size, world) else _doublings(size)
+        known = None if is_mesh(size, world) else opened
         requests += store_requests_of_group(size, known)
         nbytes += store_bytes_of_group(size, known)
         connections += opened
-    world = topology.world_size
     opened = world - 1
-    if not is_mesh(world):
+    if not is_mesh(world, world):
         opened = len(neighbours_of_barrier(rank, world) | neighbours_of_votes(topology, rank))
-    known = None if opened == world - 1 else opened
+    known = None if is_mesh(world, world) else opened
     return RankStartup(
         requests=requests + store_requests_of_group(world, known),
         store_bytes=nbytes + store_bytes_of_group(world, known),

@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 
 from xffl.aggregation.engine.transport import Move, Progress, start_moves
 from xffl.compat.gloo_connections import is_lazy
@@ -220,6 +221,10 @@ class VoteTree:
         swap(receive, send, group)
 
 
+def _is_lazy(group: Group | None) -> bool:
+    return is_lazy(group_size(group), world_size=dist.get_world_size())
+
+
 def connect_tree(
     peers: tuple[Sequence[int], Sequence[int], Sequence[int]], group: Group | None, device: torch.device
 ) -> None:
@@ -227,7 +232,7 @@ def connect_tree(
 
     ``peers`` are the ranks below this one in the tree of its cell, that above it, and the first ranks of other cells.
     """
-    if isinstance(group, CrossWorldGroup) or device.type == "cuda" or not is_lazy(group_size(group)):
+    if isinstance(group, CrossWorldGroup) or device.type == "cuda" or not _is_lazy(group):
         return
 
     def empty(peers: Sequence[int]) -> list[Move]:

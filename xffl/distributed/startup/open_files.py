@@ -116,7 +116,9 @@ class SessionFiles:
                     is_crossing = group.kind == "federated"
                     if "gloo" in (link_backend if is_crossing and link_backend else backend):
                         handles = (streams or 1) if group.kind in STREAMED else 1
-                        made += handles * files_of_groups([len(group.ranks)], has_messages=is_crossing)
+                        made += handles * files_of_groups(
+                            [len(group.ranks)], place.world_size, has_messages=is_crossing
+                        )
                 if is_gloo:
                     made += connections_of_votes(topology, place.rank)
                 most = max(most, stores_and_world + made)
@@ -134,14 +136,14 @@ def files_of_store(rank: int, world_size: int) -> int:
     return STORE_FILES + world_size - 1 if rank == 0 else 1
 
 
-def files_of_groups(sizes: Iterable[int], *, has_messages: bool = False) -> int:
+def files_of_groups(sizes: Iterable[int], world_size: int | None = None, *, has_messages: bool = False) -> int:
     """Return how many files gloo groups of so many ranks need; see :func:`xffl.distributed.groups.connected`."""
-    return sum(GROUP_FILES + connections_of_group(size, has_messages=has_messages) for size in sizes)
+    return sum(GROUP_FILES + connections_of_group(size, world_size, has_messages=has_messages) for size in sizes)
 
 
-def connections_of_group(size: int, *, has_messages: bool = False) -> int:
+def connections_of_group(size: int, world_size: int | None = None, *, has_messages: bool = False) -> int:
     """Return to how many others gloo connects a rank of a group of so many ranks."""
-    if has_messages or not is_lazy(size):
+    if has_messages or not is_lazy(size, world_size=world_size):
         return size - 1
     return len(neighbours_of_barrier(0, size))
 
