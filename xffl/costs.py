@@ -53,7 +53,7 @@ IN_FLIGHT_BYTES = 2**25
 """Bytes that are under way towards a rank, where that takes more buckets than :data:`IN_FLIGHT`."""
 
 STATUS_BYTES = 192
-"""What each rank tells all others in a vote, see :class:`xffl.aggregation.engine.votes.RoundStatus`."""
+"""What each rank tells all others in a vote, see :class:`xffl.aggregation.engine.voting.votes.RoundStatus`."""
 
 MOST_IN_TABLES = 64
 """Ranks up to which a vote has a row for each: more of them would say mostly the same in them."""
@@ -156,7 +156,7 @@ def ballot_head_bytes(ranks: int) -> int:
     """Return the bytes of the first message that tells a vote's statuses of so many ranks to another one; pure.
 
     There is no second message, unless ranks of a cell tell unlike numbers in more than these bytes. See
-    :class:`xffl.aggregation.engine.votes.Ballots`.
+    :class:`xffl.aggregation.engine.voting.votes.Ballots`.
     """
     most = _WORD_BYTES + STATUS_BYTES * ranks
     return BALLOT_LENGTH_BYTES + min(most, _WORD_BYTES + STATUS_BYTES + BALLOT_ROOM_BYTES)

@@ -37,7 +37,7 @@ from xffl.aggregation.engine.gpu_memory import HostCopies
 from xffl.aggregation.engine.groups import RoundScope
 from xffl.aggregation.engine.streams import StreamWork
 from xffl.aggregation.engine.transport import Progress
-from xffl.aggregation.engine.votes import VOTE_TAG
+from xffl.aggregation.engine.voting.votes import VOTE_TAG
 from xffl.aggregation.options import Options
 from xffl.aggregation.privacy import Privacy
 from xffl.costs import MOST_IN_FLIGHT

@@ -24,12 +24,12 @@ from tests.worlds import WorldError, run_world
 from xffl import costs
 from xffl.aggregation.engine import buffers as looks
 from xffl.aggregation.engine import cell, transport
-from xffl.aggregation.engine.ballots import BallotTree
 from xffl.aggregation.engine.decision.consensus import AgreedRound, RoundBroken, RoundInput
 from xffl.aggregation.engine.decision.elastic_votes import ElasticCoordinator, RoundInDoubt
 from xffl.aggregation.engine.groups import RoundScope
 from xffl.aggregation.engine.several_worlds.compared_at_once import ComparisonAtOnce
-from xffl.aggregation.engine.votes import MOST_NUMBERS, MergeMode, RoundStatus, Seal, VotePhase, VoteTree
+from xffl.aggregation.engine.voting.ballots import BallotTree
+from xffl.aggregation.engine.voting.votes import MOST_NUMBERS, MergeMode, RoundStatus, Seal, VotePhase, VoteTree
 from xffl.cluster.network import Timeouts
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import Groups

@@ -16,7 +16,7 @@ from torch import nn
 import xffl
 from tests.rounds import aggregator_of
 from tests.scale.recorded import BACKEND, RANKS_OF_NODE, Play, RecordedGroup, RecordedStore
-from xffl.aggregation.engine.votes import RoundStatus
+from xffl.aggregation.engine.voting.votes import RoundStatus
 from xffl.compat.gloo_connections import LAZY_VARIABLE
 from xffl.distributed import session
 from xffl.distributed.startup import meeting, open_files

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from xffl.aggregation.engine.ballots import Ballots
-from xffl.aggregation.engine.votes import PACKED, VOTE_TAG, RoundStatus
+from xffl.aggregation.engine.voting.ballots import Ballots
+from xffl.aggregation.engine.voting.votes import PACKED, VOTE_TAG, RoundStatus
 from xffl.cluster.recognition.claims import Claim
 from xffl.costs import BALLOT_LENGTH_BYTES, MOST_IN_TABLES, STATUS_BYTES, neighbours_of_barrier, ranks_below
 from xffl.planning.startup import (

@@ -635,7 +635,7 @@ def test_a_residual_decays_before_it_is_added() -> None:
         ("topk:0.1", math.sqrt(0.9)),
         ("topk:0.1,value=fp16", math.sqrt(0.9) + 2**-11),
         ("sparseloco:density=0.1,decay=1", math.sqrt(0.95)),
-        ("int2", math.sqrt(0.3)),
+        ("int2", math.sqrt(0.76)),
     ],
 )
 def test_error_feedback_converges(name: str, contraction: float) -> None:

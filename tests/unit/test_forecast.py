@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from xffl.aggregation import aggregator
 from xffl.aggregation.compression import codec_of
 from xffl.aggregation.engine import exchange
-from xffl.aggregation.engine.votes import PACKED
+from xffl.aggregation.engine.voting.votes import PACKED
 from xffl.costs import STATUS_BYTES
 from xffl.distributed.groups import DEFAULT_STREAMS
 from xffl.errors import ConfigError

@@ -11,8 +11,8 @@ import pytest
 
 from tests.scale.play import play_rank, sampled_ranks
 from tests.scale.recorded import Play
-from xffl.aggregation.engine.ballots import Ballots
-from xffl.aggregation.engine.votes import PACKED, RoundStatus
+from xffl.aggregation.engine.voting.ballots import Ballots
+from xffl.aggregation.engine.voting.votes import PACKED, RoundStatus
 from xffl.cli.main import main
 from xffl.compat import gloo_connections
 from xffl.planning.startup import forecast_rank, forecast_startup, vote_of_rank

@@ -52,7 +52,7 @@ from xffl.aggregation.engine.stages.first_round import FirstRound
 from xffl.aggregation.engine.stages.order import in_order
 from xffl.aggregation.engine.stages.privacy import Protection
 from xffl.aggregation.engine.streams import GpuProfile, StreamWork, stream_of
-from xffl.aggregation.engine.votes import MergeMode, RoundStatus
+from xffl.aggregation.engine.voting.votes import MergeMode, RoundStatus
 from xffl.aggregation.engine.weights.weight_keepers import read_weights
 from xffl.aggregation.options import DEFAULT_BUCKET_BYTES, Options, check_merge, refuse_removed
 from xffl.aggregation.pending import Background, PendingRound

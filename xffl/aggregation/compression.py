@@ -170,7 +170,7 @@ class Blockwise(Codec):
         self._check(values, out)
         if values.numel():
             numbers, spare = values.new_empty(2, min(self._length(values), values.numel()))
-            self._encode(values, out, seed, numbers, spare)
+            self._encode(values, out, seed=seed, numbers=numbers, residual=spare)
 
     def encode_with_residual(
         self, values: torch.Tensor, out: torch.Tensor, *, residual: torch.Tensor, spare: torch.Tensor, seed: int = 0
@@ -178,7 +178,7 @@ class Blockwise(Codec):
         """Encode, and take what is left out from the rounded values; see :meth:`Codec.encode_with_residual`."""
         self._check(values, out)
         if values.numel():
-            self._encode(values, out, seed, spare, residual, is_residual_wanted=True)
+            self._encode(values, out, seed=seed, numbers=spare, residual=residual, is_residual_wanted=True)
 
     def _encode(
         self,
@@ -200,7 +200,7 @@ class Blockwise(Codec):
         for chunk, scale, part in self._chunks(values, out):
             rounded = numbers[: chunk.numel()]
             left = residual[start : start + chunk.numel()] if is_residual_wanted else residual[: chunk.numel()]
-            quantize(chunk, scale, self.block, self._levels, generator, out=rounded, noise=left)
+            quantize(chunk, scale, block=self.block, levels=self._levels, generator=generator, out=rounded, noise=left)
             pack(rounded, self.bits, self.block, part, scratch=left)
             if is_residual_wanted:
                 for (rows, column), (lefts, _) in zip(

@@ -18,7 +18,7 @@ In each round:
 - ``exchange``: the memory of a round, and the walk over all buckets: check, send, combine, broadcast, write; its
   docstring has the timeline.
 - ``transport``: messages between ranks, and how one bucket gets from cell to cell, in one hop or two.
-- ``votes``: what each rank says in a vote, and how all ranks learn it.
+- ``voting.votes``: what each rank says in a vote, and how all ranks learn it.
 - ``decision.consensus``: whether a round takes place and whether its result counts, on all ranks alike.
 - ``decision.inconsistent``: whether a model bears the mark that its weights may differ between ranks.
 

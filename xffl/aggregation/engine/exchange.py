@@ -53,7 +53,7 @@ from xffl.aggregation.engine.planning.transfers import (
     plan_fragments,
 )
 from xffl.aggregation.engine.transport import CrossCellTransport, Crossing, ExactValues, Link
-from xffl.aggregation.engine.votes import RoundStatus
+from xffl.aggregation.engine.voting.votes import RoundStatus
 from xffl.aggregation.report import RoundProfile
 from xffl.distributed.collectives import broadcast
 from xffl.errors import RoundError

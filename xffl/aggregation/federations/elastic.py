@@ -27,7 +27,7 @@ from xffl.aggregation.engine.groups import RoundScope
 from xffl.aggregation.engine.planning.lone_coverage import check_lone_cell
 from xffl.aggregation.engine.setup import make_copies
 from xffl.aggregation.engine.several_worlds.compared_at_once import ComparisonAtOnce
-from xffl.aggregation.engine.votes import Seal
+from xffl.aggregation.engine.voting.votes import Seal
 from xffl.aggregation.federations.cell_groups import CellGroups
 from xffl.aggregation.federations.fixed_tensors import FixedTensors, find_fixed
 from xffl.aggregation.federations.hand_over import read_hand_over, write_hand_over

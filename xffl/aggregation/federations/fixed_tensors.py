@@ -28,7 +28,7 @@ from xffl.aggregation.engine.planning.tensors import (
     tensors_of,
     ties_of,
 )
-from xffl.aggregation.engine.votes import Seal
+from xffl.aggregation.engine.voting.votes import Seal
 from xffl.distributed.collectives import all_gather_json
 from xffl.distributed.values.sharding import local_tensor
 from xffl.errors import ConfigError

@@ -21,7 +21,7 @@ from xffl.aggregation.engine.decision.unlike_votes import check_rounds
 from xffl.aggregation.engine.exchange import Exchange, RoundRun
 from xffl.aggregation.engine.groups import RoundScope
 from xffl.aggregation.engine.planning.transfers import RoundContext
-from xffl.aggregation.engine.votes import RoundStatus, VotePhase, Votes, VoteTree, by_cell
+from xffl.aggregation.engine.voting.votes import RoundStatus, VotePhase, Votes, VoteTree, by_cell
 from xffl.aggregation.options import Options
 from xffl.aggregation.report import RoundProfile, RoundReport
 from xffl.checks import number
@@ -240,7 +240,7 @@ class RoundCoordinator:
         self._round_groups = exchange.round_groups
         self._control_device = control_device(self._round_groups.world)
         if self._topology.world_size > MOST_IN_TABLES:
-            from xffl.aggregation.engine.ballots import BallotTree
+            from xffl.aggregation.engine.voting.ballots import BallotTree
 
             vote_tree = BallotTree
         self._votes = vote_tree(self._topology, scope.rank, self._round_groups.first, self._control_device)

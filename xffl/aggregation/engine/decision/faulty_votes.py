@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from operator import itemgetter
 
 from xffl.aggregation.engine.transport import Move
-from xffl.aggregation.engine.votes import RoundStatus, VotePhase, VoteTree, swap
+from xffl.aggregation.engine.voting.votes import RoundStatus, VotePhase, VoteTree, swap
 from xffl.distributed.collectives import Group
 from xffl.distributed.failures.faults import inject, is_armed
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from xffl.aggregation.engine.votes import MergeMode, RoundStatus, VotePhase
+from xffl.aggregation.engine.voting.votes import MergeMode, RoundStatus, VotePhase
 from xffl.distributed.agreement.consistency import ranks_text
 from xffl.errors import RoundError
 from xffl.topology import Topology

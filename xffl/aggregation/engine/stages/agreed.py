@@ -13,7 +13,7 @@ from xffl.aggregation.engine.exchange import Memory, RoundRun
 from xffl.aggregation.engine.global_model import GlobalModel
 from xffl.aggregation.engine.planning.transfers import Bucket, GroupTransfer, RoundContext
 from xffl.aggregation.engine.stages.stage import RoundStage
-from xffl.aggregation.engine.votes import RoundStatus
+from xffl.aggregation.engine.voting.votes import RoundStatus
 from xffl.topology import Topology
 
 __all__ = ["AgreedModel"]

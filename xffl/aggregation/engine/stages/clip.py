@@ -20,7 +20,7 @@ from xffl.aggregation.engine.exchange import Memory, RoundRun
 from xffl.aggregation.engine.global_model import GlobalModel
 from xffl.aggregation.engine.planning.transfers import RoundContext
 from xffl.aggregation.engine.stages.stage import RoundStage
-from xffl.aggregation.engine.votes import RoundStatus
+from xffl.aggregation.engine.voting.votes import RoundStatus
 
 __all__ = ["Clip"]
 

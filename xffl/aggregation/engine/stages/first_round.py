@@ -25,7 +25,7 @@ from xffl.aggregation.engine.planning.replica_tensors import ReplicaTensors
 from xffl.aggregation.engine.planning.tensors import Axis, Division, Manifest, ModelTensor
 from xffl.aggregation.engine.stages.stage import RoundStage
 from xffl.aggregation.engine.stages.unequal_replicas import UnequalReplicas
-from xffl.aggregation.engine.votes import RoundStatus
+from xffl.aggregation.engine.voting.votes import RoundStatus
 from xffl.checks import group as group_pairs
 from xffl.distributed.agreement.consistency import control_device
 

@@ -13,7 +13,7 @@ from xffl.aggregation.engine.exchange import RoundRun
 from xffl.aggregation.engine.planning.transfers import GroupTransfer, RoundContext
 from xffl.aggregation.engine.stages.stage import RoundStage
 from xffl.aggregation.engine.transport import Crossing, ExactValues, Link
-from xffl.aggregation.engine.votes import RoundStatus
+from xffl.aggregation.engine.voting.votes import RoundStatus
 from xffl.aggregation.privacy import Masker
 
 __all__ = ["Masks"]

@@ -14,7 +14,7 @@ from xffl.aggregation.engine.buffers import ModelCopy
 from xffl.aggregation.engine.global_model import GlobalModel
 from xffl.aggregation.engine.planning.transfers import Bucket, GroupTransfer, RoundContext
 from xffl.aggregation.engine.stages.stage import RoundStage
-from xffl.aggregation.engine.votes import RoundStatus, by_cell
+from xffl.aggregation.engine.voting.votes import RoundStatus, by_cell
 from xffl.topology import Topology
 
 __all__ = ["Norms"]

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from xffl.aggregation.engine.exchange import RoundRun
     from xffl.aggregation.engine.planning.transfers import Bucket, GroupTransfer, RoundContext
     from xffl.aggregation.engine.transport import Crossing, ExactValues
-    from xffl.aggregation.engine.votes import RoundStatus
+    from xffl.aggregation.engine.voting.votes import RoundStatus
 
 __all__ = ["PlanStage", "RoundStage"]
 

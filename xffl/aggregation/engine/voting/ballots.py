@@ -1,6 +1,6 @@
 """Votes of many ranks: what they say stands once where ranks say the same, so that no rank gets 192 bytes of each.
 
-Few ranks vote by :class:`~xffl.aggregation.engine.votes.VoteTree`, whose messages are all of one size.
+Few ranks vote by :class:`~xffl.aggregation.engine.voting.votes.VoteTree`, whose messages are all of one size.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from xffl.aggregation.engine.transport import Move, Progress
-from xffl.aggregation.engine.votes import PACKED, RoundStatus, connect_tree, swap
+from xffl.aggregation.engine.voting.votes import PACKED, RoundStatus, connect_tree, swap
 from xffl.costs import BALLOT_LENGTH_BYTES, STATUS_BYTES, ballot_head_bytes, ranks_below
 from xffl.distributed.collectives import Group
 from xffl.topology import Topology
@@ -166,7 +166,7 @@ class Letter(NamedTuple):
 class BallotTree:
     """The way of a vote of many ranks: every rank gives its status, and gets those of all.
 
-    They go as in :class:`~xffl.aggregation.engine.votes.VoteTree`, as :class:`Ballots`, whose length depends on what
+    They go as in :class:`~.votes.VoteTree`, as :class:`Ballots`, whose length depends on what
     ranks say. A message is a head of a fixed size, which begins with the length, and a second message behind it in the
     rare case that the head has no room for all.
 
@@ -199,7 +199,7 @@ class BallotTree:
             self._above.append(Letter(first + start + (place - 1) // 2, topology.world_size))
 
     def connect(self, group: Group | None) -> None:
-        """Open the connections of votes; see :meth:`~xffl.aggregation.engine.votes.VoteTree.connect`."""
+        """Open the connections of votes; see :meth:`~xffl.aggregation.engine.voting.votes.VoteTree.connect`."""
         below, above, others = ([peer for peer, _ in letters] for letters in (self._below, self._above, self._others))
         connect_tree((below, above, others), group, self._device)
 
