@@ -12,11 +12,15 @@ from itertools import groupby
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from xffl.aggregation.engine.transport import Move, Progress
-from xffl.aggregation.engine.voting.votes import PACKED, RoundStatus, connect_tree, swap
+from xffl.aggregation.engine.voting.connections import connect_tree
+from xffl.aggregation.engine.voting.votes import PACKED, RoundStatus, swap
+from xffl.compat.gloo_connections import is_lazy
 from xffl.costs import BALLOT_LENGTH_BYTES, STATUS_BYTES, ballot_head_bytes, ranks_below
-from xffl.distributed.collectives import Group
+from xffl.distributed.collectives import Group, group_size
+from xffl.distributed.several_worlds.cross_world import CrossWorldGroup
 from xffl.topology import Topology
 
 __all__ = ["BallotTree", "Ballots"]
@@ -200,8 +204,9 @@ class BallotTree:
 
     def connect(self, group: Group | None) -> None:
         """Open the connections of votes; see :meth:`~xffl.aggregation.engine.voting.votes.VoteTree.connect`."""
-        below, above, others = ([peer for peer, _ in letters] for letters in (self._below, self._above, self._others))
-        connect_tree((below, above, others), group, self._device)
+        if not isinstance(group, CrossWorldGroup) and is_lazy(group_size(group), world_size=dist.get_world_size()):
+            peers = [[peer for peer, _ in letters] for letters in (self._below, self._above, self._others)]
+            connect_tree(peers, group, self._device)
 
     def gather(self, status: RoundStatus, group: Group | None, within_s: float) -> list[RoundStatus]:
         """Give this rank's status and return everybody's, by rank; collective over ``group``, all ranks that vote.

@@ -18,7 +18,6 @@ from xffl.aggregation.engine.transport import Move, Progress, start_moves
 from xffl.compat.gloo_connections import is_lazy
 from xffl.costs import STATUS_BYTES
 from xffl.distributed.collectives import Group, group_size
-from xffl.distributed.failures.waits import NamedWait
 from xffl.distributed.several_worlds.cross_world import CrossWorldGroup
 from xffl.topology import Topology
 
@@ -32,7 +31,6 @@ __all__ = [
     "VoteTree",
     "Votes",
     "by_cell",
-    "connect_tree",
     "swap",
 ]
 
@@ -192,9 +190,12 @@ class VoteTree:
         Collective over ``group``, all ranks that vote; elsewhere nothing is done. A rank that is lost later is noticed
         at once, by connections that are open.
         """
-        to_others = self._to_others if self._is_first else []
-        below, above, others = ([peer for _, peer in moves] for moves in (self._from_below, self._to_above, to_others))
-        connect_tree((below, above, others), group, self._device)
+        if not isinstance(group, CrossWorldGroup) and is_lazy(group_size(group), world_size=dist.get_world_size()):
+            from xffl.aggregation.engine.voting.connections import connect_tree
+
+            to_others = self._to_others if self._is_first else []
+            moves = (self._from_below, self._to_above, to_others)
+            connect_tree([[peer for _, peer in each] for each in moves], group, self._device)
 
     def gather(self, status: RoundStatus, group: Group | None, within_s: float) -> list[RoundStatus]:
         """Give this rank's status and return everybody's, by rank; collective over ``group``, all ranks that vote.
@@ -219,33 +220,6 @@ class VoteTree:
     def cross(self, phase: VotePhase, receive: Sequence[Move], send: Sequence[Move], group: Group | None) -> None:
         """Swap the cells' parts of the table, as the first rank of a cell, with those of the others."""
         swap(receive, send, group)
-
-
-def _is_lazy(group: Group | None) -> bool:
-    return is_lazy(group_size(group), world_size=dist.get_world_size())
-
-
-def connect_tree(
-    peers: tuple[Sequence[int], Sequence[int], Sequence[int]], group: Group | None, device: torch.device
-) -> None:
-    """Open the connections of votes where a large group over gloo has those of collectives alone; collective.
-
-    ``peers`` are the ranks below this one in the tree of its cell, that above it, and the first ranks of other cells.
-    """
-    if isinstance(group, CrossWorldGroup) or device.type == "cuda" or not _is_lazy(group):
-        return
-
-    def empty(peers: Sequence[int]) -> list[Move]:
-        return [(torch.zeros(1, dtype=torch.uint8), peer) for peer in peers]
-
-    below, above, others = peers
-    # In the order of a vote, so that no rank waits for one that waits for it.
-    with NamedWait("the connections of votes", group):
-        swap(empty(below), [], group)
-        swap([], empty(above), group)
-        swap(empty(others), empty(others), group)
-        swap(empty(above), [], group)
-        swap([], empty(below), group)
 
 
 def swap(receive: Sequence[Move], send: Sequence[Move], group: Group | None) -> None:
