@@ -2,10 +2,10 @@
 
 A script makes a ``DistributedStrategy`` (``strategy.py``) of a ``StrategyConfig`` (``config.py``). ``wrap_model`` of
 ``NativeStrategy`` (``native.py``) gives the model to ``spread`` (``spread.py``): checks on all ranks, rank 0's weights,
-the layers of this stage (``pipeline.py``) cut over ``tp`` (``tensor_parallel.py``), then FSDP2 or DDP over the rest of
-the mesh, and values for models on the meta device. In training, ``PipelineModel`` runs the stages with torch's
-schedules, and ``context_parallel.py`` lets attention see whole sequences. ``DeepSpeedStrategy`` (``deepspeed.py``)
-spreads by ZeRO; rounds see its master weights through ``zero/view.py``.
+the layers of this stage (``axes/pipeline.py``) cut over ``tp`` (``axes/tensor_parallel.py``), then FSDP2 or DDP over
+the rest of the mesh, and values for models on the meta device. In training, ``PipelineModel`` runs the stages with
+torch's schedules, and ``axes/context_parallel.py`` lets attention see whole sequences. ``DeepSpeedStrategy``
+(``zero/deepspeed.py``) spreads by ZeRO; rounds see its master weights through ``zero/view.py``.
 
 The names below are imported when they are first used.
 """

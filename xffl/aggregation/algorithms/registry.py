@@ -26,6 +26,7 @@ import yaml
 from jsonargparse import ArgumentParser
 
 from xffl.checks import did_you_mean, number, one_of, real
+from xffl.codec_sizes import DENSITY, SPARSE_BLOCK, sparse_bytes
 from xffl.errors import ConfigError
 from xffl.naming import Writer, check_maker, import_named
 
@@ -508,7 +509,7 @@ class AlgorithmInfo:
 
     ``target`` is the dotted path of a part's class or function, and ``options`` its preset options. An algorithm sets
     keywords of :class:`xffl.Aggregator` and of :class:`xffl.FederatedScaling` instead, and says what moves in a round,
-    and how many bytes of it there are for each fp32 parameter, without a codec, in the mean over rounds.
+    and how many bytes of it there are for each fp32 parameter in the mean over rounds, with no codec but its own.
     """
 
     kind: str
@@ -674,6 +675,8 @@ _ALGORITHMS = (
     _algorithm(
         *("sparseloco", "a few values of each block in two bits, with residuals that decay", _SARFI),
         aggregator={"codec": "sparseloco", "form": "all_gather"},
+        moves="1/64 of the weights, in two bits",
+        nbytes=sparse_bytes(SPARSE_BLOCK, DENSITY) / SPARSE_BLOCK,
     ),
     _algorithm("fedprox", "FedAvg with a pull to the global weights", _PROX, scaling={"client": "fedprox"}),
     _algorithm(
