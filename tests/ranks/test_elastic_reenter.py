@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import xffl
 from tests.ports import free_port
@@ -165,3 +166,33 @@ def test_groups_inside_a_cell_are_made_before_it_meets_others(lighthouse: str) -
     for before, made, joined, after in run_world(3, in_three_stages, lighthouse, free_port(), init=False):
         assert before < made == joined
         assert after == before
+
+
+def end_with_evaluations(rank: int, world: int, url: str, port: int) -> int:
+    """Be a rank of the only cell, whose blocks end with an evaluation, which leaves FSDP2's outermost module gathered.
+
+    Before the last round of each second block the cell loses contact, so that this round has another group.
+    """
+    be_launched(rank, world, port)
+    with xffl.session(cell=0, cells=1, elastic=of_all(url, 1), timeout_s=60) as state:
+        model = xffl.shard(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), state)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaling = xffl.FederatedScaling(model, optimizer, state, every=2)
+        for loses_contact in (False, True):
+            with scaling:
+                for _ in range(3):
+                    model(torch.ones(4, 2)).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                with torch.no_grad():
+                    model(torch.ones(4, 2))
+                assert not any(isinstance(one, DTensor) for one in model.parameters()), "nothing is tested"
+                if loses_contact:
+                    scaling.aggregator._federation.drop()
+        return scaling.aggregator.rounds
+
+
+def test_blocks_may_end_with_an_evaluation(lighthouse: str) -> None:  # noqa: F811
+    told = run_world(RANKS, end_with_evaluations, lighthouse, free_port(), init=False, timeout_s=100)
+    assert told == [told[0]] * RANKS
+    assert told[0] >= 4

@@ -23,9 +23,11 @@ from tests.ranks.test_round import complete, digests, make_state
 from tests.rounds import replace_exchange
 from tests.worlds import run_world
 from xffl.aggregation.algorithms.clients import FedProx
+from xffl.aggregation.engine.groups import RoundScope
 from xffl.aggregation.steps.wrapped_optimizers import steps_may_nest
 from xffl.checkpoint import AsyncSaver, load_checkpoint, save_checkpoint
 from xffl.distributed.distributed_state import DistributedState
+from xffl.integrations.first_model import weights_put_aside
 from xffl.parallel import FSDPStrategy
 from xffl.training.callbacks.param_norms import trained_parameters
 
@@ -482,8 +484,8 @@ def gathered(rank: int, world_size: int, folder: str) -> dict[str, str]:
             told[name] = str(error)
 
     def enter() -> None:
-        with xffl.FederatedScaling(model, optimizer, state, every=1):
-            pass
+        with xffl.FederatedScaling(model, optimizer, state, every=1), torch.no_grad():
+            model(batch(0, rank)[0])
 
     def saves() -> None:
         with AsyncSaver(state) as saver:
@@ -492,8 +494,17 @@ def gathered(rank: int, world_size: int, folder: str) -> dict[str, str]:
     def clipped() -> float:
         return float(strategy.clip_grad_norm(model, 1e9))
 
+    def put_aside() -> float:
+        with weights_put_aside(model):
+            return sum(float(complete(value).abs().sum()) for value in model.state_dict().values())
+
     parts = {"optimizer": optimizer, "model": model}
     attempt("scaling", enter)
+    trained = digests(model)
+    attempt("put aside", put_aside)
+    assert digests(model) == trained
+    aggregator = xffl.Aggregator(model, state)
+    attempt("regroup", lambda: aggregator.regroup(RoundScope(state, state.topology, goes_on=True)))
     attempt("save", lambda: save_checkpoint(f"{folder}/plain", parts, state))
     attempt("load", lambda: load_checkpoint(f"{folder}/plain", parts, state))
     attempt("async", saves)
@@ -508,6 +519,8 @@ def test_what_compares_parameters_reshards_first(tmp_path: Path) -> None:
     for told in run_world(2, gathered, str(tmp_path)):
         assert told == {
             "scaling": "None",
+            "put aside": "0.0",
+            "regroup": "None",
             "save": "None",
             "load": "{}",
             "async": "None",

@@ -9,7 +9,7 @@ from torch import nn
 
 from xffl.aggregation.aggregator import Aggregator
 from xffl.distributed.distributed_state import DistributedState
-from xffl.distributed.values.sharding import local_tensor
+from xffl.distributed.values.sharding import local_tensor, reshard
 from xffl.parallel.zero.mark import find_masters
 
 __all__ = ["take_model_of_first_cell", "weights_put_aside"]
@@ -35,6 +35,7 @@ def weights_put_aside(model: nn.Module) -> Iterator[None]:
     :param model: The model, as a framework has wrapped it.
     :yield: Nothing.
     """
+    reshard(model)  # what FSDP2 has gathered is no part of it
     masters = find_masters(model)
     if masters is not None:
         masters.read()

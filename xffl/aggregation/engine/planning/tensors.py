@@ -457,6 +457,7 @@ class Manifest:
 
     def check(self) -> None:
         """Raise if the model no longer has the tensors that it had; local."""
+        reshard(self.model)  # a forward pass without a backward one has left others in the place of FSDP2's
         tensors = self._of_roots(_tensors_in_order)
         trains = [tensor.requires_grad for tensor in tensors]
         is_same = len(tensors) == len(self._tensors) and all(map(operator.is_, tensors, self._tensors))
