@@ -156,7 +156,7 @@ def ballot_head_bytes(ranks: int) -> int:
     """Return the bytes of the first message that tells a vote's statuses of so many ranks to another one; pure.
 
     There is no second message, unless ranks of a cell tell unlike numbers in more than these bytes. See
-    :class:`xffl.aggregation.engine.voting.votes.Ballots`.
+    :class:`xffl.aggregation.engine.voting.ballots.Ballots`.
     """
     most = _WORD_BYTES + STATUS_BYTES * ranks
     return BALLOT_LENGTH_BYTES + min(most, _WORD_BYTES + STATUS_BYTES + BALLOT_ROOM_BYTES)

@@ -19,7 +19,7 @@ import xffl
 from tests.ports import free_port
 from tests.ranks.test_elastic import journal, lighthouse, of_all, pytestmark  # noqa: F401 - fixtures and marks
 from tests.worlds import be_launched, run_world
-from xffl.aggregation.federations.elastic import ElasticAggregator
+from xffl.aggregation.federations.elastic import ElasticAggregator, _forget_calls
 from xffl.distributed import DeviceParameters, ElasticParameters
 from xffl.distributed.several_worlds.cross_world import CrossWorldGroup
 from xffl.elastic.federation import ElasticFederation
@@ -129,6 +129,26 @@ def test_a_delayed_round_that_broke_keeps_nothing(lighthouse: str) -> None:  # n
     for held in run_world(RANKS, lose_contact_again, lighthouse, free_port(), init=False, timeout_s=100):
         for values, slack in zip(zip(*held, strict=True), (2, 4, 0), strict=True):
             assert max(values) <= min(values) + slack, held
+
+
+def make_round_in_an_except_clause(broken: list[RuntimeError]) -> None:
+    try:
+        raise KeyError("of the loop")
+    except KeyError as own:
+        try:
+            lose()
+        except RuntimeError as lost:
+            _forget_calls(lost, own)
+            broken.append(lost)
+        raise
+
+
+def test_an_error_that_the_caller_was_handling_keeps_its_traceback() -> None:
+    broken: list[RuntimeError] = []
+    with pytest.raises(KeyError) as own:
+        make_round_in_an_except_clause(broken)
+    assert broken[0].__context__ is own.value and broken[0].__traceback__ is None
+    assert own.traceback[-1].lineno == make_round_in_an_except_clause.__code__.co_firstlineno + 1
 
 
 class Stage(nn.Module):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -78,12 +79,18 @@ class ElasticRound:
     """A delayed round of an elastic federation; :meth:`merge` ends it on all ranks of the cell."""
 
     def __init__(
-        self, merge: Callable[[bool], RoundReport], begun: Sequence[PendingRound], failures: list[Exception]
+        self,
+        merge: Callable[[bool], RoundReport],
+        begun: Sequence[PendingRound],
+        failures: list[Exception],
+        handled: BaseException | None,
     ) -> None:
         self._merge = merge
         self._begun = begun
         self._failures = failures
         """Why it could not begin"""
+        self._handled = handled
+        """What the caller was handling when it began"""
 
     def merge(self, *, keeps_steps: bool = True) -> RoundReport:
         """Wait for the round and merge its result into the model, as :meth:`xffl.aggregation.PendingRound.merge`."""
@@ -94,7 +101,7 @@ class ElasticRound:
         for pending in self._begun:
             pending.wait()
         for failure in self._failures:
-            _forget_calls(failure)
+            _forget_calls(failure, self._handled)
 
 
 class ElasticAggregator:
@@ -352,7 +359,7 @@ class ElasticAggregator:
             assert report is not None, "a cell that has not finished always gets a round"
             return report
 
-        self.under_way = ElasticRound(merge, begun, failures)
+        self.under_way = ElasticRound(merge, begun, failures, sys.exc_info()[1])
         return self.under_way
 
     def _opened(self) -> Epoch:
@@ -390,6 +397,7 @@ class ElasticAggregator:
     def _conclude(self, epoch: Epoch, run: Callable[[], RoundReport | None], **merge: Any) -> RoundReport | None:
         """Run this rank's part of a try, or of its merge, and agree on how it ended; collective over the cell."""
         federation = self._federation
+        handled = sys.exc_info()[1]
         report: RoundReport | None = None
         error: XfflError | None = None
         weights: tuple[float, ...] = ()
@@ -404,11 +412,11 @@ class ElasticAggregator:
             end = RoundEnd.IN_DOUBT
             error = doubt
             weights = doubt.outcome.context.weights
-            _forget_calls(doubt)
+            _forget_calls(doubt, handled)
         except RoundBroken as broken:
             end = RoundEnd.BROKEN
             error = broken
-            _forget_calls(broken)
+            _forget_calls(broken, handled)
         except XfflError as wrong:
             end = RoundEnd.REFUSED if self._is_grouped else RoundEnd.FAILED
             error = wrong
@@ -417,7 +425,7 @@ class ElasticAggregator:
             if is_contact:  # the group could not be made, or broke while models were compared
                 end = RoundEnd.BROKEN
                 error = RoundBroken(str(lost))
-                _forget_calls(lost)
+                _forget_calls(lost, handled)
             elif self._is_grouped:
                 raise
             else:
@@ -758,16 +766,16 @@ class ElasticAggregator:
         self._residuals = state.get("residuals")  # older states lack them
 
 
-def _forget_calls(error: BaseException) -> None:
+def _forget_calls(error: BaseException, handled: BaseException | None) -> None:
     """Drop the tracebacks of an error that nobody is shown, and of those that led to it.
 
     Their calls refer to the round, which refers to the error: groups that are given back would live until the garbage
-    collector runs.
+    collector runs. An error of the caller's own, which it was handling meanwhile, is not touched.
     """
     errors: list[BaseException | None] = [error]
     while errors:
         at = errors.pop()
-        if at is not None and at.__traceback__ is not None:
+        if at is not None and at is not handled and at.__traceback__ is not None:
             at.__traceback__ = None
             errors += [at.__cause__, at.__context__]
 
