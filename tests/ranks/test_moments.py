@@ -12,6 +12,7 @@ from torch import nn
 import xffl
 from tests.ranks.test_round import complete, make_state
 from tests.worlds import run_world
+from xffl.aggregation.optimizer_moments import OptimizerMoments
 from xffl.errors import ConfigError
 
 WEIGHTS = (1.0, 3.0)
@@ -160,6 +161,65 @@ def unchanged(rank: int, world: int) -> None:
 
 def test_states_that_are_made_early_are_those_of_a_first_step() -> None:
     run_world(2, unchanged)
+
+
+class Rebinding(torch.optim.Optimizer):
+    """Puts a new tensor in its state in each step, as optimizers written by hand do."""
+
+    def __init__(self, params: Any, in_place: bool) -> None:
+        super().__init__(params, {"lr": 0.05})
+        self._is_in_place = in_place
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                state = self.state[parameter]
+                old = state.get("m", torch.zeros_like(parameter))
+                new = 0.9 * old + parameter.grad
+                state["m"] = old.copy_(new) if self._is_in_place else new
+                parameter.sub_(0.05 * new)
+
+
+def delayed(rank: int, world: int) -> None:
+    state = make_state(rank, (1, 1), None)
+    ends = []
+    for in_place in (True, False):
+        model = net()
+        optimizer = Rebinding(model.parameters(), in_place)
+        with xffl.FederatedScaling(
+            model,
+            optimizer,
+            state,
+            every=4,
+            delay=2,
+            alpha=0.5,
+            moments="average",
+            aggregator={"gradients_reduced_by_caller": True},
+        ):
+            for number in range(11):
+                step(model, optimizer, number, rank)
+        ends.append([*(p.detach() for p in model.parameters()), *moments(model, optimizer).values()])
+    assert len(ends[0]) == 8 and all(map(torch.equal, *ends))
+
+
+def in_inference(rank: int, world: int) -> None:
+    state = make_state(rank, (1, 1), None)
+    for spec in ("average", "reset"):
+        model = net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        with torch.inference_mode():
+            beside = OptimizerMoments(spec, optimizer)
+            aggregator = xffl.Aggregator(model, state, moments=beside, gradients_reduced_by_caller=True)
+        for number in range(3):
+            step(model, optimizer, number, rank)
+            with torch.inference_mode():
+                aggregator.aggregate()
+
+
+@pytest.mark.parametrize("run", [delayed, in_inference], ids=["new tensors meanwhile", "inference mode"])
+def test_moments_are_found_where_they_are(run: Any) -> None:
+    run_world(2, run)
 
 
 class Valley(nn.Module):

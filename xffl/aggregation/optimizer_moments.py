@@ -59,6 +59,7 @@ class OptimizerMoments:
     def __str__(self) -> str:
         return str(self.asked)
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def tensors_beside(self, entries: Sequence[ModelTensor]) -> list[ModelTensor]:
         """Return what rounds move beside these parameters, after the optimizers have made what they lack; local.
@@ -137,6 +138,7 @@ class OptimizerMoments:
                 shown[name] = tensor
                 self._holders[parameter].register_parameter(name, nn.Parameter(tensor, requires_grad=False))
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def refresh(self) -> None:
         """Look the states up anew: a loaded checkpoint has put others in their place; local."""
@@ -151,6 +153,7 @@ class OptimizerMoments:
                 for name in self._numbers[parameter]:
                     getattr(holder, name).fill_(float(state[name]))
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def take_numbers(self) -> None:
         """Take the counts of steps over that the last round has brought, with the moments that they belong to; local.
@@ -168,6 +171,7 @@ class OptimizerMoments:
                     else:
                         state[name] = type(state[name])(value)
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def restart(self, parameters: Collection[torch.Tensor]) -> None:
         """Start the state of some parameters anew, as in a new optimizer; local."""

@@ -88,8 +88,14 @@ class MomentsOfOptimizers(PlanStage):
         return copy
 
     def write(self, run: RoundRun, context: RoundContext) -> Iterator[tuple[GroupTransfer, Bucket, torch.Tensor]]:
-        """Note who counts in the round; moments are written as what was collected."""
+        """Note who counts in the round; moments are written as what was collected.
+
+        Optimizers that bind a new tensor in each step have others by now, if steps were made during the round.
+        """
         self._context = context
+        if self._state.asked.mode == "average":
+            self._state.refresh()
+            self._exchange.layout.look_up()
         return iter(())
 
     def commit(self, run: RoundRun) -> None:
