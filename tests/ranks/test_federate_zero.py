@@ -93,7 +93,8 @@ def train_all(rank: int, world_size: int, folder: str) -> tuple[list[Any], dict[
     import_module("deepspeed.ops").__compatible_ops__["deepspeed_shm_comm"] = False
     trained = {f"stage {stage}": run_job(sum(SIZES), be_cell, f"{folder}/{stage}", stage) for stage in STAGES}
     trained["adapted"] = run_job(sum(SIZES), be_adapted, f"{folder}/adapted")
-    assert None in run_job(sum(SIZES), be_mortal, f"{folder}/killed", 7)
+    # Behind the second round: before it the other cell may still be saving its sixth step.
+    assert None in run_job(sum(SIZES), be_mortal, f"{folder}/killed", 2 * EVERY)
     return run_job(sum(SIZES), be_by_hand), trained, run_job(sum(SIZES), be_mortal, f"{folder}/killed", -1)
 
 

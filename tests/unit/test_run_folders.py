@@ -12,21 +12,21 @@ from pathlib import Path
 
 import pytest
 
-from xffl.cluster.launch import elastic
 from xffl.cluster.network import host_identity
+from xffl.jobs import cells
 
 HOLD = """
 import sys, time
 from xffl.cluster.network import host_identity
-from xffl.cluster.launch import elastic
-with elastic.run_folder() as folder:
+from xffl.jobs import cells
+with cells.run_folder() as folder:
     print(folder, flush=True)
     time.sleep(600)
 """
 TURNS = """
-from xffl.cluster.launch import elastic
+from xffl.jobs import cells
 for _ in range(1000):
-    with elastic.run_folder():
+    with cells.run_folder():
         pass
 """
 
@@ -51,11 +51,11 @@ def test_the_folder_of_a_killed_launcher_is_removed_by_the_next_one(
         for path in (*folders, *others):
             os.utime(path, (0, 0))  # the runs have lasted for long
         for _ in range(2):
-            with elastic.run_folder():
+            with cells.run_folder():
                 assert all(folder.is_dir() for folder in folders)  # its ranks may still be ending
         for path in (folders[1] / "abandoned", *others):
             os.utime(path, (0, 0))
-        with elastic.run_folder() as folder:
+        with cells.run_folder() as folder:
             assert sorted(tmp_path.iterdir()) == sorted([Path(folder), folders[0], *others])
             assert not (folders[0] / "abandoned").exists()
         assert sorted(tmp_path.iterdir()) == sorted([folders[0], *others])
@@ -85,7 +85,7 @@ def test_a_folder_that_cannot_be_removed_while_a_file_in_it_is_open_is_removed_b
         remove(*path, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(os, "rmdir", remove_as_nfs)
-    with elastic.run_folder():
+    with cells.run_folder():
         assert any(tmp_path.iterdir())
     assert not any(tmp_path.iterdir())
 
@@ -102,7 +102,7 @@ def test_folders_whose_launcher_is_not_known_to_be_lost_stay(
     (folder / "abandoned").touch()
     for path in (folder / "abandoned", folder):
         os.utime(path, (0, 0))
-    with elastic.run_folder():
+    with cells.run_folder():
         pass
     assert folder.is_dir()
 
@@ -113,5 +113,5 @@ def test_a_run_needs_no_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(fcntl, "lockf", refuse)
-    with elastic.run_folder() as folder:
+    with cells.run_folder() as folder:
         assert Path(folder, "launcher").read_text() == ""
