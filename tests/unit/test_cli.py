@@ -317,6 +317,14 @@ BAD = [
     (["plan", "--federated", "4,4", "--link-gbps", "10"], "ConfigError: --link-gbps 10.0 needs"),
     (["plan", "--federated", "4,4", "--every", "5"], "ConfigError: no effect without --simulate: --every"),
     (
+        ["plan", "--federated", "4,4", "--params", "8e9", "--optimizer", "sgd", "--moments", "average"],
+        "ConfigError: --moments average has nothing to average: --optimizer sgd keeps nothing",
+    ),
+    (
+        ["plan", "--federated", "4,4", "--params", "8e9", "--moments", "average:foo=3"],
+        "ConfigError: --moments average:foo=3 names foo, and --optimizer adamw keeps exp_avg, exp_avg_sq; give names",
+    ),
+    (
         ["plan", "--federated", "4,4", "--rails", "--codec", "int8"],
         "ConfigError: no effect without --simulate: --rails, --codec",
     ),

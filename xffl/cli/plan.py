@@ -286,11 +286,15 @@ def _moments(options: Namespace) -> dict[str, int]:
     if options.params is None:
         raise ConfigError(f"--moments {options.moments} needs the model's size; give --params, too")
     names = MOMENTS.get(options.optimizer or "adamw", ())
-    unknown = sorted(set(asked.periods) - set(names)) or ([] if names else ["moments"])
-    if unknown:
+    if not names:
+        raise ConfigError(
+            f"--moments {options.moments} has nothing to average: --optimizer {options.optimizer} keeps nothing of a "
+            f"parameter's shape; give {' or '.join(MOMENTS)}, or leave --moments out"
+        )
+    if unknown := sorted(set(asked.periods) - set(names)):
         raise ConfigError(
             f"--moments {options.moments} names {', '.join(unknown)}, and --optimizer {options.optimizer or 'adamw'} "
-            f"keeps {', '.join(names) or 'none'}; give names of those"
+            f"keeps {', '.join(names)}; give names of those"
         )
     return {name: asked.period(name) for name in names}
 
