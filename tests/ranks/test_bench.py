@@ -329,6 +329,6 @@ def test_an_atomic_round_takes_one_copy_and_values_arrive_there(tmp_path: Path) 
     found = json.loads(out.read_text())["memory"]
     atomic, in_place = (found[kind]["peak_bytes"] for kind in ("atomic", "in-place"))
     assert found["atomic"]["shard_bytes"] == 100_000_000
-    # One copy, buckets, and what is touched for the first time, such as numpy's operations: by far no second copy.
-    assert 0.9e8 < atomic < 1e8 + 32 * 2**20
+    # One copy, buckets, and the memory of temporaries: by far no second copy.
+    assert 0.9e8 < atomic < 1e8 + 24 * 2**20
     assert 2**20 < in_place <= 64 * 2**20  # the buckets, and no more than the issue allows
