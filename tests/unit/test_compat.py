@@ -196,6 +196,16 @@ def test_tensors_have_no_buffer_protocol() -> None:
     del view
 
 
+def test_a_view_of_a_tensors_memory_leaves_nothing_to_collect() -> None:
+    tensor = torch.zeros(300)
+    gc.collect()
+    views = [memory_of(tensor[:length]) for length in range(300)]
+    views[-1].cast("f")[7] = 1.0
+    assert [len(view) for view in views] == list(range(0, 1200, 4)) and tensor[7] == 1.0
+    del views
+    assert gc.collect() == 0
+
+
 def test_ddp_does_not_tell_whose_gradients_it_reduces(tmp_path: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
