@@ -73,4 +73,5 @@ def memory_of(values: torch.Tensor) -> memoryview:
     can resize the tensor's storage any more, which FSDP does.
     """
     # An array of ctypes would do, too, but each length makes a type that stays until the garbage collector runs.
-    return _view_memory(values.data_ptr(), values.nbytes, _PYBUF_WRITE)
+    view: memoryview = _view_memory(values.data_ptr(), values.nbytes, _PYBUF_WRITE)
+    return view
