@@ -90,6 +90,7 @@ whole = sharded.weight.full_tensor().tolist()
 told = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
 told |= {"words": sys.argv[1:], "cell": [state.cell, state.cells, state.cell_rank, state.cell_size]}
 told |= {"ranks": dist.get_world_size(), "rounds": scaling.aggregator.rounds}
+told["is_torchrun"] = dist.is_torchelastic_launched()
 told |= {"samples": samples, "whole": whole}
 told["sum"] = float(model.module.weight.detach().sum())
 with open(f"told_{state.data_place.rank}.json", "w") as file:
@@ -271,6 +272,7 @@ def test_a_framework_sees_its_cell_alone(launcher: list[str], tmp_path: Path) ->
         assert [int(one[name]) for name in ("RANK", "LOCAL_RANK")] == [cell_rank] * 2
         assert [int(one[name]) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")] == [cell_size] * 2
         assert (one["ranks"], one["rounds"]) == (cell_size, 2)
+        assert one["is_torchrun"], "Lightning would ask MPI for the ranks of the job"
         assert one["sum"] == told[0]["sum"]
         assert one["samples"] == list(range(cell_rank, 2 * cell_size, cell_size))
         assert one["whole"] == [[1.5] * 4] * 2

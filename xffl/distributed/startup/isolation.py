@@ -227,6 +227,8 @@ def _meet_in_cells(
     variables = _variables_of(isolated, nodes)
     variables |= _gpus_of(place, isolated, nodes)
     variables |= {"MASTER_ADDR": host, "MASTER_PORT": cell_port, **isolated.variables()}
+    # Lightning goes by it: without, it may ask MPI for the ranks, which are those of the job.
+    variables["TORCHELASTIC_RUN_ID"] = f"cell {isolated.cell}"
     return isolated, store, variables
 
 
