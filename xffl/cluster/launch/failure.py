@@ -26,6 +26,7 @@ from typing import Any
 from xffl.callers import is_of_package, is_of_python, is_of_script
 from xffl.checks import decimal, visible
 from xffl.cluster.recognition.refusals import told_rank
+from xffl.compat.datasets import ENVIRON
 from xffl.errors import ConfigError, TopologyError, XfflError, public_name
 from xffl.files import read_bytes, write_whole
 from xffl.json_text import parse_json
@@ -329,7 +330,7 @@ def line_of(error: BaseException, record: FailureRecord) -> str | None:
     return None if rank is None else f"xffl: rank {rank} has not met the others: {_first_words(record.headline)}"
 
 
-def tell_unmet(error: XfflError, environ: Mapping[str, str] = os.environ) -> None:
+def tell_unmet(error: XfflError, environ: Mapping[str, str] = ENVIRON) -> None:
     """Tell an error that comes before this process has met others, and wait until they have told theirs, if any.
 
     Where a launcher has started several, rank 0 tells all of it and the others its first words.

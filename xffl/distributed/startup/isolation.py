@@ -8,7 +8,6 @@ cells still share is one store, at which the ranks of a round find each other
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ from xffl.cluster.launch.launch import held_port
 from xffl.cluster.network import LOOPBACK, control_address, use_interface
 from xffl.cluster.recognition.launchers import torchrun_variables
 from xffl.cluster.sizes import Federation, read_federation
+from xffl.compat.datasets import ENVIRON
 from xffl.distributed.agreement.consistency import run_on_all_ranks
 from xffl.distributed.distributed_state import DEFAULT_TIMEOUT_S, DistributedState, set_cell_world
 from xffl.distributed.failures.isolated_job import tell_ended
@@ -157,7 +157,7 @@ def isolate(
     *,
     ifname: str | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
-    environ: MutableMapping[str, str] = os.environ,
+    environ: MutableMapping[str, str] = ENVIRON,
 ) -> Iterator[IsolatedCell]:
     """Let the environment tell this process its cell while the block runs, as if that were the whole job.
 
