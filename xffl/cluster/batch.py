@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import socket
@@ -18,6 +17,7 @@ from xffl.cluster.hosts import resolve
 from xffl.cluster.recognition.find import find_launcher
 from xffl.cluster.recognition.launcher import read_number
 from xffl.cluster.slurm.allocation import Allocation, Host, find_allocation
+from xffl.compat.datasets import ENVIRON
 from xffl.errors import LaunchError
 from xffl.files import read_text
 
@@ -175,7 +175,7 @@ BATCH_SYSTEMS: tuple[BatchSystem, ...] = (
 
 
 def find_job(
-    environ: Mapping[str, str] = os.environ, *, wants_switches: bool = False, needs_switches: bool = False
+    environ: Mapping[str, str] = ENVIRON, *, wants_switches: bool = False, needs_switches: bool = False
 ) -> Allocation | None:
     """Find the job in whose script this process stands, and is no rank of a launcher yet; ``None`` where it is in none.
 

@@ -21,6 +21,7 @@ from xffl.cluster.recognition.find import find_launcher, launcher_of
 from xffl.cluster.recognition.launcher import Fields, read_number
 from xffl.cluster.recognition.launchers import KNOWS_NODES
 from xffl.cluster.sizes import Federation, check_cells, lone_cell, read_federation, read_replica_size
+from xffl.compat.datasets import ENVIRON
 from xffl.errors import ConfigError, LaunchError, TopologyError
 
 __all__ = [
@@ -89,7 +90,7 @@ class ProcessEnvironment:
 
 
 def detect_environment(
-    environ: Mapping[str, str] = os.environ, *, names: Mapping[str, str] | None = None, **arguments: Any
+    environ: Mapping[str, str] = ENVIRON, *, names: Mapping[str, str] | None = None, **arguments: Any
 ) -> ProcessEnvironment:
     """Find out where this process stands.
 
@@ -160,7 +161,7 @@ def _check(found: Fields) -> None:
         )
 
 
-def requested_federation(environ: Mapping[str, str] = os.environ) -> tuple[Federation | None, int | None]:
+def requested_federation(environ: Mapping[str, str] = ENVIRON) -> tuple[Federation | None, int | None]:
     """Return sizes or a rule from ``XFFL_FEDERATED``, and the replica size from ``XFFL_HSDP``; ``None`` where unset."""
     federated, hsdp = (environ.get(name, "").strip() or None for name in ("XFFL_FEDERATED", "XFFL_HSDP"))
     return (
@@ -170,7 +171,7 @@ def requested_federation(environ: Mapping[str, str] = os.environ) -> tuple[Feder
 
 
 def complete_federation(
-    federated: Federation | None, hsdp: int | None, environ: Mapping[str, str] = os.environ
+    federated: Federation | None, hsdp: int | None, environ: Mapping[str, str] = ENVIRON
 ) -> tuple[Federation | None, int | None, tuple[str, ...]]:
     """Fill in from the environment what arguments leave open; the last value is for :func:`sources_named`."""
     asked, replica_size = requested_federation(environ)
@@ -205,23 +206,23 @@ def federation_variables(federated: Federation | None, hsdp: int | None) -> dict
 
 
 def request_federation(
-    federated: Federation | None, hsdp: int | None, environ: MutableMapping[str, str] = os.environ
+    federated: Federation | None, hsdp: int | None, environ: MutableMapping[str, str] = ENVIRON
 ) -> None:
     """Ask for a federation in this process, as ``xffl exec`` does in the processes that it starts."""
     environ.update(federation_variables(federated, hsdp))
 
 
-def is_lone_cell_requested(environ: Mapping[str, str] = os.environ) -> bool:
+def is_lone_cell_requested(environ: Mapping[str, str] = ENVIRON) -> bool:
     """Tell whether variables say that this job is one cell of several jobs, or only what such a cell needs."""
     return any(environ.get(name, "").strip() for name in ("XFFL_CELL", "XFFL_FROM", "XFFL_EXPORT"))
 
 
-def is_isolated(environ: Mapping[str, str] = os.environ) -> bool:
+def is_isolated(environ: Mapping[str, str] = ENVIRON) -> bool:
     """Tell whether this process is a rank of an isolated cell, so that its variables are those of the cell."""
     return bool(environ.get(ISOLATED_VARIABLE, "").strip())
 
 
-def required_cells(environ: Mapping[str, str] = os.environ) -> int | None:
+def required_cells(environ: Mapping[str, str] = ENVIRON) -> int | None:
     """Return how many cells there must be at least, as ``XFFL_REQUIRE_CELLS`` says; ``None`` where unset or empty."""
     text = environ.get("XFFL_REQUIRE_CELLS", "").strip()
     return integer("XFFL_REQUIRE_CELLS", read_number("XFFL_REQUIRE_CELLS", text)) if text else None
@@ -244,7 +245,7 @@ def accept_cells(
         print(lone_cell(asked, world_size), file=sys.stderr, flush=True)
 
 
-def checks_world(environ: Mapping[str, str] = os.environ) -> bool:
+def checks_world(environ: Mapping[str, str] = ENVIRON) -> bool:
     """Tell whether collectives of the script over all cells are to be reported, as ``XFFL_CHECK_WORLD=1`` says."""
     text = environ.get("XFFL_CHECK_WORLD", "").strip()
     if text not in ("", "0", "1"):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from xffl.compat.datasets import ENVIRON
 from xffl.errors import ConfigError
 
 __all__ = ["OverFiles", "read_over_files"]
@@ -29,9 +29,7 @@ class OverFiles:
         return {name: text for name, text in told.items() if text is not None}
 
 
-def read_over_files(
-    options: Mapping[str, str | None] | None = None, environ: Mapping[str, str] = os.environ
-) -> OverFiles:
+def read_over_files(options: Mapping[str, str | None] | None = None, environ: Mapping[str, str] = ENVIRON) -> OverFiles:
     """Return what a job of one cell is asked for."""
     given = options or {}
     cell, start, export = (

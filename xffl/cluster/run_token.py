@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from xffl.compat.datasets import ENVIRON
 from xffl.errors import LaunchError
 from xffl.files import create, make_folders, naming_errors, open_regular, read_bytes, read_limited, sync
 
@@ -40,7 +41,7 @@ PROOF_KEY = "xffl/token"
 """Where a cell keeps in its store what :func:`prove_token` makes of its token."""
 
 
-def token_of(environ: Mapping[str, str] = os.environ) -> bytes:
+def token_of(environ: Mapping[str, str] = ENVIRON) -> bytes:
     """Return the run's token: the text of ``XFFL_TOKEN``, or of the file that ``XFFL_TOKEN_FILE`` names.
 
     It is empty where ``XFFL_TOKEN=none`` says that the run does without; LaunchError where nothing is said.
@@ -79,12 +80,12 @@ def _check_token(token: str, source: str) -> bytes:
         raise LaunchError(f"{source} has a token that is not UTF-8 text; make one with: openssl rand -hex 32") from None
 
 
-def has_token(environ: Mapping[str, str] = os.environ) -> bool:
+def has_token(environ: Mapping[str, str] = ENVIRON) -> bool:
     """Tell whether it is said what the run's token is, or that there is none."""
     return any(environ.get(name, "").strip() for name in ("XFFL_TOKEN", "XFFL_TOKEN_FILE"))
 
 
-def run_token(environ: Mapping[str, str] = os.environ) -> bytes:
+def run_token(environ: Mapping[str, str] = ENVIRON) -> bytes:
     """Return the run's token as :func:`token_of`; nothing where neither variable is set."""
     return token_of(environ) if has_token(environ) else b""
 

@@ -34,6 +34,7 @@ from xffl.cluster.network import LOOPBACK, SLURM_PORTS, host_identity, interface
 from xffl.cluster.recognition.find import find_launcher
 from xffl.cluster.sizes import Federation
 from xffl.cluster.slurm.allocation import Host
+from xffl.compat.datasets import ENVIRON
 from xffl.errors import ConfigError, LaunchError, XfflError
 
 __all__ = ["examine", "examine_hosts"]
@@ -44,7 +45,7 @@ _MPI_LIMIT_S = 60.0
 _SSH_S = 40.0  # for ssh to answer: its own limit for a connection is 20 s, and Python has to start
 
 
-def examine(request: Request, tell: _Tell, environ: Mapping[str, str] = os.environ) -> int:
+def examine(request: Request, tell: _Tell, environ: Mapping[str, str] = ENVIRON) -> int:
     """Check this host, or all hosts of a job; under a launcher every rank calls it.
 
     Rank 0 gives the report about all hosts to ``tell``. A host whose ranks cannot reach rank 0 gives its own. The exit

@@ -26,6 +26,7 @@ from typing import Any
 from xffl.callers import is_of_package, is_of_python, is_of_script
 from xffl.checks import decimal, visible
 from xffl.cluster.recognition.refusals import told_rank
+from xffl.compat.datasets import ENVIRON
 from xffl.errors import ConfigError, TopologyError, XfflError, public_name
 from xffl.files import read_bytes, write_whole
 from xffl.json_text import parse_json
@@ -100,7 +101,7 @@ def code_of_signal(number: int) -> int:
 _SIGNS = (
     *("broken pipe", "connection closed by peer", "connection refused", "connection reset", "connection was closed"),
     *("connection was likely closed", "dead peer", "failed to recv", "remote process exited", "socket closed"),
-    *("timed out waiting", "was lost in the middle of a message"),
+    *("timed out waiting", "was lost in the middle of a message", "another rank of the job has ended"),
 )
 """What gloo, NCCL, the store, and xffl between worlds say, in lower case, when another rank has gone. The script's own
 connections to others end in the same words: :func:`_tells_of_lost_peer` finds out who has said them."""
@@ -329,7 +330,7 @@ def line_of(error: BaseException, record: FailureRecord) -> str | None:
     return None if rank is None else f"xffl: rank {rank} has not met the others: {_first_words(record.headline)}"
 
 
-def tell_unmet(error: XfflError, environ: Mapping[str, str] = os.environ) -> None:
+def tell_unmet(error: XfflError, environ: Mapping[str, str] = ENVIRON) -> None:
     """Tell an error that comes before this process has met others, and wait until they have told theirs, if any.
 
     Where a launcher has started several, rank 0 tells all of it and the others its first words.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -11,6 +10,7 @@ from xffl.cluster.cells import arrange
 from xffl.cluster.recognition.launcher import Launcher
 from xffl.cluster.sizes import Federation
 from xffl.cluster.slurm.allocation import Allocation, Host
+from xffl.compat.datasets import ENVIRON
 from xffl.errors import ConfigError, LaunchError
 from xffl.topology import Topology
 
@@ -48,7 +48,7 @@ class LaunchOptions:
 
 
 def fit_hosts(
-    allocation: Allocation, processes: int | None, *, knob: str = "--processes", environ: Mapping[str, str] = os.environ
+    allocation: Allocation, processes: int | None, *, knob: str = "--processes", environ: Mapping[str, str] = ENVIRON
 ) -> tuple[Host, ...]:
     """Return the hosts with as many slots as ranks are asked for, each with a GPU of its own where hosts have some."""
     hosts = _fitted(allocation, processes, knob, environ)

@@ -12,6 +12,7 @@ from xffl.checks import decimal, integer, number, real
 from xffl.cluster.hosts import route_address
 from xffl.cluster.network import control_address
 from xffl.cluster.sizes_text import parse_cell
+from xffl.compat.datasets import ENVIRON
 from xffl.errors import LaunchError
 from xffl.files import read_text
 
@@ -41,7 +42,7 @@ MEETING_TIMEOUT_VARIABLE = "XFFL_MEETING_TIMEOUT"
 _GROUP = re.compile(r"([0-9]{1,9})/([0-9]{1,9})")
 
 
-def lighthouse_of(environ: Mapping[str, str] = os.environ) -> str:
+def lighthouse_of(environ: Mapping[str, str] = ENVIRON) -> str:
     """Return the lighthouse's address, ``http://HOST:PORT``, as ``XFFL_LIGHTHOUSE`` or torchft's own variable says."""
     for name in ("XFFL_LIGHTHOUSE", "TORCHFT_LIGHTHOUSE"):
         if text := environ.get(name, "").strip():
@@ -85,7 +86,7 @@ def parse_lighthouse(what: str, text: str) -> str:
     return f"file:{os.path.abspath(path)}"
 
 
-def elastic_cell(environ: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
+def elastic_cell(environ: Mapping[str, str] = ENVIRON) -> tuple[int, int] | None:
     """Return which cell of an elastic run this job is, and how many there are; ``None`` where it is not part of one."""
     text = environ.get("XFFL_CELL", "").strip()  # without a lighthouse it is for rounds over files
     if not text or not environ.get("XFFL_LIGHTHOUSE", "").strip():
@@ -94,7 +95,7 @@ def elastic_cell(environ: Mapping[str, str] = os.environ) -> tuple[int, int] | N
     return cell, cells if isinstance(cells, int) else len(cells)
 
 
-def restarts_of(environ: Mapping[str, str] = os.environ) -> int:
+def restarts_of(environ: Mapping[str, str] = ENVIRON) -> int:
     """Return how often this job was started before.
 
     ``XFFL_RESTARTS`` says it, which ``xffl exec`` sets for the cells that it starts. Otherwise it is the number of jobs
@@ -107,7 +108,7 @@ def restarts_of(environ: Mapping[str, str] = os.environ) -> int:
     return sum(_count(name, environ) or 0 for name in ("XFFL_EARLIER_JOBS", "SLURM_RESTART_COUNT"))
 
 
-def meeting_timeout_of(environ: Mapping[str, str] = os.environ) -> float | None:
+def meeting_timeout_of(environ: Mapping[str, str] = ENVIRON) -> float | None:
     """Return the seconds that a cell waits for others, as :data:`MEETING_TIMEOUT_VARIABLE` says; ``None`` if unset."""
     text = environ.get(MEETING_TIMEOUT_VARIABLE, "").strip()
     if not text:
@@ -131,7 +132,7 @@ def _count(name: str, environ: Mapping[str, str]) -> int | None:
     return integer(name, text if decimal(text) is None else decimal(text), 0, error=LaunchError)
 
 
-def replica_group_of(environ: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
+def replica_group_of(environ: Mapping[str, str] = ENVIRON) -> tuple[int, int] | None:
     """Return this job's replica group and the most groups, as ``XFFL_ISLAND=1/4`` says; ``None`` where unset."""
     if not (text := environ.get("XFFL_ISLAND", "").strip()):
         return None
@@ -143,7 +144,7 @@ def replica_group_of(environ: Mapping[str, str] = os.environ) -> tuple[int, int]
     return int(found[1]), int(found[2])
 
 
-def bind_address(lighthouse: str, environ: Mapping[str, str] = os.environ) -> str:
+def bind_address(lighthouse: str, environ: Mapping[str, str] = ENVIRON) -> str:
     """Return the address of this host at which other replica groups may reach it, and nobody on other interfaces."""
     if (named := control_address(environ)) is not None:
         return named

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import socket
@@ -16,6 +15,7 @@ from xffl.checks import decimal, shorten, shown
 from xffl.cluster.host_lists import MAX_HOSTS, expand_counts, expand_hosts
 from xffl.cluster.recognition.find import find_launcher
 from xffl.cluster.recognition.launcher import read_number
+from xffl.compat.datasets import ENVIRON
 from xffl.errors import ConfigError, LaunchError
 from xffl.files import read_given
 
@@ -56,7 +56,7 @@ class Allocation:
 
 
 def find_allocation(
-    environ: Mapping[str, str] = os.environ, *, wants_switches: bool = False, needs_switches: bool = False
+    environ: Mapping[str, str] = ENVIRON, *, wants_switches: bool = False, needs_switches: bool = False
 ) -> Allocation | None:
     """Find the SLURM job in whose batch script or ``salloc`` this process stands, and is no rank of a launcher yet.
 
@@ -142,7 +142,7 @@ def _count_gpus(environ: Mapping[str, str], name: str) -> int | None:
 # Switches -------------------------------------------------------------------------------------------------------------
 
 
-def show_topology(environ: Mapping[str, str] = os.environ) -> str:
+def show_topology(environ: Mapping[str, str] = ENVIRON) -> str:
     """Ask SLURM's controller for its network."""
     environ = dict(environ)
     environ.pop("SLURM_TOPO_LEN", None)  # it cuts lines short
@@ -223,12 +223,12 @@ def with_switches(hosts: Iterable[Host], topology: Mapping[str, tuple[str, ...]]
     return tuple(replace(host, switches=topology.get(host.name, host.switches)) for host in hosts)
 
 
-def ask_switches(hosts: Iterable[Host], environ: Mapping[str, str] = os.environ) -> tuple[Host, ...]:
+def ask_switches(hosts: Iterable[Host], environ: Mapping[str, str] = ENVIRON) -> tuple[Host, ...]:
     """Return hosts with the switches that SLURM's controller names for them."""
     return with_switches(hosts, read_topology(show_topology(environ)))
 
 
-def own_host(environ: Mapping[str, str] = os.environ) -> Host:
+def own_host(environ: Mapping[str, str] = ENVIRON) -> Host:
     """Tell where this process runs, from what a SLURM step or else the host itself says; local."""
     name = environ.get("XFFL_HOST") or environ.get("SLURMD_NODENAME") or socket.gethostname()
     address, pattern = environ.get("SLURM_TOPOLOGY_ADDR", ""), environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", "")

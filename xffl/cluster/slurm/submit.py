@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from xffl.checks import integer_fields, shown
+from xffl.compat.datasets import ENVIRON
 from xffl.errors import ConfigError, LaunchError
 from xffl.files import create, make_folders, read_given, read_text, write_whole
 
@@ -200,7 +201,7 @@ def word_of(key: str, value: Any) -> str:
     return f"--{key}={value if isinstance(value, str) else json.dumps(value)}"
 
 
-def find_template(name: str | None = None, environ: Mapping[str, str] = os.environ) -> str:
+def find_template(name: str | None = None, environ: Mapping[str, str] = ENVIRON) -> str:
     """Return the template of batch scripts: the named one, else that of ``XFFL_TEMPLATES``, the user or xffl."""
     folder = environ.get("XFFL_TEMPLATES")
     chosen = Path(name) if name else Path(folder) / TEMPLATE if folder else None
