@@ -498,7 +498,7 @@ def _join(meeting: Store, place: ProcessEnvironment, request: _Request) -> None:
     """Make the process group of the world; collective over the ranks that have met."""
     backend = request.link_backend or request.backend
     try:
-        with connected(place.rank, place.world_size, request.timeouts.session_s) as connect:
+        with connected(place.world_size) as connect:
             dist.init_process_group(
                 backend,
                 store=PrefixStore("world", world_store(meeting, place, request.timeouts)),
