@@ -22,7 +22,7 @@ from xffl.training.config import settings
 from xffl.training.config.configuration import Resolved, read_configuration
 
 
-class Counting(Callback):
+class CallbackOfCase(Callback):
     """A callback of a user's."""
 
     def __init__(self, every: int = 1) -> None:
@@ -150,9 +150,9 @@ CASES = [
     ),
     Case(
         "misspelled arguments",
-        text="callbacks:\n  - class_path: tests.unit.test_settings_cases.Counting\n    init_args: {evry: 2}",
+        text="callbacks:\n  - class_path: tests.unit.test_settings_cases.CallbackOfCase\n    init_args: {evry: 2}",
         alone=lambda error: len(error.splitlines()) > 1 and "mean" not in error and "line" not in error,
-        ours="callbacks.0 in file {file}, line 1 is invalid: Counting has no argument evry; did you mean every?",
+        ours="callbacks.0 in file {file}, line 1 is invalid: CallbackOfCase has no argument evry; did you mean every?",
     ),
 ]
 
