@@ -6,8 +6,10 @@ import math
 import os
 import re
 import resource
+import signal
 import sys
 import time
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -19,6 +21,7 @@ import xffl
 from tests.ports import free_port
 from tests.ranks.test_session import be_rank
 from tests.rounds import aggregator_of
+from tests.scale.real import CountingStore
 from tests.worlds import run_world
 from xffl.compat import gloo_connections
 from xffl.compat.gloo_connections import LAZY_VARIABLE
@@ -88,6 +91,49 @@ def test_a_rank_that_is_lost_before_its_first_message_is_noticed_at_once(call: s
     ended = run_world(8, loses_a_rank, free_port(), call, init=False, mortal=range(8))
     assert ["exit code 17" in str(one) for one in ended] == [rank == 5 for rank in range(8)], ended
     assert not [one for one in ended if "exit code 3" in str(one)], ended
+
+
+class DeadlyStore(CountingStore):
+    """The world's store of a rank that may be killed when it has left its address there, and before it connects."""
+
+    is_deadly = False
+
+    def set(self, key: str, value: bytes) -> None:
+        super().set(key, value)
+        if self.is_deadly and len(value) > 100:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def loses_a_rank_that_connects(rank: int, world_size: int, port: int, limit: int, has_messages: bool) -> None:
+    """Make a group whose rank 3 is lost meanwhile, and fail where that lasts longer than it says."""
+    be_rank(rank, world_size, port)
+    stores: list[DeadlyStore] = []
+    world_store = session.world_store
+
+    def deadly(*asked: Any) -> DeadlyStore:
+        stores.append(DeadlyStore(world_store(*asked)))
+        return stores[-1]
+
+    with (
+        mock.patch.object(gloo_connections, "MESH_LIMIT", limit),
+        mock.patch.object(session, "world_store", deadly),
+        xffl.session(timeout_s=60),
+    ):
+        stores[0].is_deadly = rank == 3
+        begun = time.monotonic()
+        with pytest.raises(RuntimeError) as lost:
+            dist.barrier(new_group(range(world_size), 5.0, "xffl_test", has_messages=has_messages))
+        seconds = time.monotonic() - begun
+        assert seconds < 12, (seconds, lost.value)
+        os._exit(0)
+
+
+@pytest.mark.parametrize("limit, has_messages", [(256, True), (4, True), (4, False)])
+def test_a_rank_that_is_lost_while_pairs_connect_is_noticed_within_a_timeout(limit: int, has_messages: bool) -> None:
+    """Gloo itself waits for a connection five times as long as a group's timeout."""
+    ended = run_world(8, loses_a_rank_that_connects, free_port(), limit, has_messages, init=False, mortal=range(8))
+    told = [str(each).strip().rpartition(" ")[2] for each in ended]
+    assert told == ["-9" if rank == 3 else "0" for rank in range(8)], ended
 
 
 def test_the_limit_counts_where_torch_can_and_the_user_has_not_decided(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,8 +17,10 @@ from contextlib import contextmanager, suppress
 __all__ = [
     "count_open_files",
     "cut_connection",
+    "cut_connections_to",
     "find_connections",
     "limit_silence",
+    "listening_address",
     "name_of_socket",
     "open_sockets",
     "sockets_opened_since",
@@ -74,6 +76,15 @@ def cut_connection(descriptor: int, port: int) -> None:
             connection.shutdown(socket.SHUT_RDWR)
 
 
+def cut_connections_to(address: tuple[str, int]) -> None:
+    """End all TCP connections of this process that others have opened to where it listens."""
+    for descriptor in open_sockets():
+        with suppress(OSError), _use_socket(descriptor) as connection:
+            # To ask for its peer raises where it is no connection.
+            if connection.family in INTERNET and connection.getsockname()[:2] == address and connection.getpeername():
+                connection.shutdown(socket.SHUT_RDWR)
+
+
 def limit_silence(descriptor: int, seconds: int, peer: tuple[str, int] | None = None) -> None:
     """Let a TCP connection end where its other host is silent for so many seconds, with data under way or without.
 
@@ -99,15 +110,23 @@ def find_connections(opened: Iterable[int], others: Mapping[int, str], store_por
     """
     listening, found = {store_port}, {}
     for descriptor in (number for number, name in others.items() if name_of_socket(number) == name):
-        with suppress(OSError), _use_socket(descriptor) as one:
-            if one.family in INTERNET and one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                listening.add(one.getsockname()[1])  # of a store, where others come and go
+        if (address := listening_address(descriptor)) is not None:
+            listening.add(address[1])  # of a store, where others come and go
     for descriptor in opened:
         with suppress(OSError), _use_socket(descriptor) as one:
             # To ask for its peer raises where it is no connection.
             if one.family in INTERNET and not {one.getsockname()[1], one.getpeername()[1]} & listening:
                 found[descriptor] = name_of_socket(descriptor)
     return found if len(found) == count else {}
+
+
+def listening_address(descriptor: int) -> tuple[str, int] | None:
+    """Return host and port at which a socket of this process listens; ``None`` if it does not."""
+    with suppress(OSError), _use_socket(descriptor) as opened:  # it was closed meanwhile
+        if opened.family in INTERNET and opened.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            host, port = opened.getsockname()[:2]
+            return host, port
+    return None
 
 
 def name_of_socket(descriptor: int) -> str:

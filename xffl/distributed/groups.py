@@ -18,7 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from xffl.checks import index_of, integer
 from xffl.compat.gloo_connections import connect_lazily, is_lazy
+from xffl.compat.gloo_waits import ConnectionWait
 from xffl.compat.group_names import fresh_group_name, fresh_names
+from xffl.costs import neighbours_of_barrier
 from xffl.errors import ConfigError, StateError
 from xffl.topology import Topology
 
@@ -85,7 +87,11 @@ def new_group(
     ``has_messages`` tells whether single ranks send to each other in it, instead of collectives alone.
     """
     members = list(ranks)
-    with fresh_group_name(members), connected(len(members), has_messages=has_messages) as connect:
+    rank = sorted(members).index(dist.get_rank())
+    with (
+        fresh_group_name(members),
+        connected(rank, len(members), timeout_s, has_messages=has_messages) as connect,
+    ):
         group: dist.ProcessGroup = dist.new_group(
             members,
             timeout=timedelta(seconds=timeout_s),
@@ -102,13 +108,17 @@ _TAG = 7_002
 
 
 @contextmanager
-def connected(size: int, *, has_messages: bool = False) -> Iterator[Callable[[dist.ProcessGroup | None], None]]:
+def connected(
+    rank: int, size: int, timeout_s: float, *, has_messages: bool = False
+) -> Iterator[Callable[[dist.ProcessGroup | None], None]]:
     """Make a group of so many ranks in the block, and give it to what the block gets; collective over these ranks.
 
     Over gloo a large group that runs collectives alone gets the connections of these, and no others: about two for each
-    doubling of its ranks. One in which single ranks send to each other gets all. ``None`` stands for the world.
+    doubling of its ranks. One in which single ranks send to each other gets all. ``None`` stands for the world. A rank
+    that is lost while the others connect is waited for as long as ``timeout_s`` says.
     """
     lazily = is_lazy(size, world_size=dist.get_world_size() if dist.is_initialized() else None)
+    peers = neighbours_of_barrier(rank, size) if lazily and not has_messages else range(size if size > 1 else 0)
 
     def connect(group: dist.ProcessGroup | None) -> None:
         # A rank that is lost from here on is noticed as fast as in a mesh: no collective connects first.
@@ -118,8 +128,11 @@ def connected(size: int, *, has_messages: bool = False) -> Iterator[Callable[[di
             _connect_all_pairs(group)
         else:
             dist.barrier(group)
+            if (made := dist.group.WORLD if group is None else group) is not None:
+                wait.keep(made)  # votes connect some ranks later
 
-    with connect_lazily(lazily):
+    wait = ConnectionWait(peers, timeout_s)
+    with wait, connect_lazily(lazily):
         yield connect
 
 

@@ -186,9 +186,12 @@ def session(
             cleanup_distributed_process_group(state, synchronize=False)
             raise
         cleanup_distributed_process_group(state)
-    finally:
+    except BaseException as error:
         if request is not None and not is_process_ending():
-            request.leave()
+            request.leave(error)
+        raise
+    if request is not None:
+        request.leave(None)
 
 
 def setup_distributed_process_group(
@@ -495,7 +498,7 @@ def _join(meeting: Store, place: ProcessEnvironment, request: _Request) -> None:
     """Make the process group of the world; collective over the ranks that have met."""
     backend = request.link_backend or request.backend
     try:
-        with connected(place.world_size) as connect:
+        with connected(place.rank, place.world_size, request.timeouts.session_s) as connect:
             dist.init_process_group(
                 backend,
                 store=PrefixStore("world", world_store(meeting, place, request.timeouts)),

@@ -101,7 +101,7 @@ def code_of_signal(number: int) -> int:
 _SIGNS = (
     *("broken pipe", "connection closed by peer", "connection refused", "connection reset", "connection was closed"),
     *("connection was likely closed", "dead peer", "failed to recv", "remote process exited", "socket closed"),
-    *("timed out waiting", "was lost in the middle of a message"),
+    *("timed out waiting", "was lost in the middle of a message", "another rank of the job has ended"),
 )
 """What gloo, NCCL, the store, and xffl between worlds say, in lower case, when another rank was lost. The script's own
 connections to others end in the same words: :func:`_tells_of_lost_peer` finds out who has said them."""

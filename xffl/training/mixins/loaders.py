@@ -169,6 +169,7 @@ class DataLoaderSetupMixin(TrainerMixin):
             loader.load_state_dict(state)
         except ConfigError:
             # Steps of another size: the samples that were seen cannot be distinguished from the others.
-            if not (self.config.experiment.reset and "epoch" in state and hasattr(loader, "set_epoch")):
+            may_begin_anew = self.config.experiment.reset or self.begins_anew
+            if not (may_begin_anew and "epoch" in state and hasattr(loader, "set_epoch")):
                 raise
             loader.set_epoch(state["epoch"])

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from xffl.aggregation.engine.transport import Move
 from xffl.aggregation.engine.voting.votes import swap
+from xffl.compat.gloo_waits import ConnectionWait
 from xffl.distributed.failures.waits import NamedWait
 
 __all__ = ["connect_tree"]
@@ -28,8 +29,13 @@ def connect_tree(peers: Sequence[Sequence[int]], group: dist.ProcessGroup | None
         return [(torch.zeros(1, dtype=torch.uint8), peer) for peer in peers]
 
     below, above, others = peers
+    voting = dist.group.WORLD if group is None else group
+    assert voting is not None, "ranks vote in a world"
     # In the order of a vote, so that no rank waits for one that waits for it.
-    with NamedWait("the connections of votes", group):
+    with (
+        ConnectionWait.of(voting, [*below, *above, *others]),
+        NamedWait("the connections of votes", group),
+    ):
         swap(empty(below), [], group)
         swap([], empty(above), group)
         swap(empty(others), empty(others), group)
