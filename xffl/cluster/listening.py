@@ -80,7 +80,9 @@ def open_listener(host: str, port: int, *, is_local: bool, environ: Mapping[str,
             if error.errno != errno.EADDRNOTAVAIL:
                 raise LaunchError(f"{host}:{port} cannot be listened at ({error.strerror}); {KNOBS}") from error
             continue
-        down = next((one for one in list_interfaces() if one.address == address and not one.is_up), None)
+        down = next(
+            (interface for interface in list_interfaces() if interface.address == address and not interface.is_up), None
+        )
         if down is not None:
             opened.socket.close()
             raise LaunchError(

@@ -158,7 +158,9 @@ def keep_gloo_local(environ: MutableMapping[str, str] = ENVIRON) -> None:
     """Let gloo listen on loopback in this process, unless an interface is named; :func:`release_gloo` takes it back."""
     if environ.get(GLOO_VARIABLE):
         return
-    loopback = next((one.name for one in list_interfaces() if one.is_up and one.address == LOOPBACK), None)
+    loopback = next(
+        (interface.name for interface in list_interfaces() if interface.is_up and interface.address == LOOPBACK), None
+    )
     if loopback is not None:
         environ.update({GLOO_VARIABLE: loopback, LOCAL_VARIABLE: loopback})
 
@@ -174,8 +176,8 @@ def release_gloo(environ: MutableMapping[str, str] = ENVIRON) -> None:
 class Timeouts:
     """How long each level of a job waits, in seconds; an inner level gives up before the one around it.
 
-    So what fails is told by the level that knows why: a lost host by its connection, a dead rank by its cell and not by
-    the other cells, a cell that is gone by the exchange, and not by a vote of all. Each must be less than the next:
+    What fails is reported where the cause is known: a lost host by its connection, a dead rank by its cell and not by
+    the other cells, a lost cell by the exchange, and not by a vote of all. Each must be less than the next:
     ``connect_s < home_s < across_s < session_s``.
     """
 

@@ -25,8 +25,8 @@ class OverFiles:
 
     def variables(self) -> dict[str, str]:
         """Return the variables from which ranks read it."""
-        told = {"XFFL_CELL": self.cell, "XFFL_FROM": self.start, "XFFL_EXPORT": self.export}
-        return {name: text for name, text in told.items() if text is not None}
+        values = {"XFFL_CELL": self.cell, "XFFL_FROM": self.start, "XFFL_EXPORT": self.export}
+        return {name: text for name, text in values.items() if text is not None}
 
 
 def read_over_files(options: Mapping[str, str | None] | None = None, environ: Mapping[str, str] = ENVIRON) -> OverFiles:

@@ -102,13 +102,13 @@ def warn_without_token(token: bytes) -> None:
 
 
 def prove_token(token: bytes, life: str, nonce: str | None = None) -> str:
-    """Return a nonce, by default a new one, and what only those can tell of it and a cell's life who know the token."""
+    """Return a nonce, by default a new one, and its digest with a cell's life, which takes the token to make."""
     nonce = secrets.token_hex(16) if nonce is None else nonce
     return f"{nonce} {hmac.new(token, f'doctor{nonce}{life}'.encode(), hashlib.sha256).hexdigest()}"
 
 
 def make_token_file(path: Path) -> None:
-    """Write a new token into a file that its owner alone may read; one that is there already stays.
+    """Write a new token into a file that its owner alone may read; an existing one stays.
 
     An empty file, which a kill or a full disk may have left, is replaced.
     """

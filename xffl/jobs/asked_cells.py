@@ -97,7 +97,7 @@ def read_cells(
 
 
 def count_of(cells: int | tuple[int, ...]) -> int:
-    """Return how many cells there are, where they are told by their number or by the ranks of each."""
+    """Return how many cells there are, given by their number or by the ranks of each."""
     return cells if isinstance(cells, int) else len(cells)
 
 

@@ -1,7 +1,7 @@
 """What ranks do beside training, from the number of ranks alone: start-up over rank 0's store, and votes of rounds.
 
 One model of costs: ``xffl plan --startup`` prints it, and a simulator in the tests plays xffl's own code and compares
-what it counts. What gloo does for a call is told by its sources (torch 2.11 to 2.13, ``third_party/gloo``):
+what it counts. What gloo does for a call is read from its sources (torch 2.11 to 2.13, ``third_party/gloo``):
 https://github.com/pytorch/gloo/blob/main/gloo/transport/tcp/context.cc (``createAndConnectAllPairs``),
 ``allreduce.cc``, ``allgather.cc``, ``broadcast.cc`` and ``barrier.cc``.
 """

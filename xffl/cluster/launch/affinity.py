@@ -126,15 +126,15 @@ def share_machine(sizes: Sequence[int], environ: Mapping[str, str] = ENVIRON) ->
     is_crowded = world_size > len(allowed_cpus()) and hasattr(os, "SCHED_BATCH")
     shares, first = [], 0
     for size in sizes:
-        own, last = {}, first + size
+        cpus_of, last = {}, first + size
         if len(gpus) >= world_size:
-            own["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first:last])
+            cpus_of["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first:last])
         if is_crowded and not environ.get("XFFL_SCHED"):
-            own["XFFL_SCHED"] = "batch"
+            cpus_of["XFFL_SCHED"] = "batch"
         mine = cores[first * len(cores) // world_size : last * len(cores) // world_size]
         if not is_wanted(environ) or not mine:
             mine = cores
-        shares.append(Share(own, tuple(sorted(cpu for core in mine for cpu in core))))
+        shares.append(Share(cpus_of, tuple(sorted(cpu for core in mine for cpu in core))))
         first = last
     return shares
 
@@ -179,16 +179,16 @@ def _place(environ: Mapping[str, str]) -> tuple[int, int] | None:
     row = find_launcher(environ)
     if row is None:
         return None
-    found = row.read(environ)
-    if "node_local_size" not in found and row.name == "slurm":
+    fields = row.read(environ)
+    if "node_local_size" not in fields and row.name == "slurm":
         counts = expand_counts(environ["SLURM_STEP_TASKS_PER_NODE"])
-        if not 0 <= found["node_rank"] < len(counts):
-            return None  # what is wrong is told when the ranks meet
-        found["node_local_size"] = counts[found["node_rank"]]
-    if "node_local_size" not in found and 1 in (found["world_size"], found.get("node_world_size")):
-        found["node_local_size"] = found["world_size"]
-    size = found.get("node_local_size")
-    return None if size is None else (found["node_local_rank"], size)
+        if not 0 <= fields["node_rank"] < len(counts):
+            return None  # what is wrong is reported when the ranks meet
+        fields["node_local_size"] = counts[fields["node_rank"]]
+    if "node_local_size" not in fields and 1 in (fields["world_size"], fields.get("node_world_size")):
+        fields["node_local_size"] = fields["world_size"]
+    size = fields.get("node_local_size")
+    return None if size is None else (fields["node_local_rank"], size)
 
 
 def _refuse_unknown_size(environ: Mapping[str, str]) -> None:

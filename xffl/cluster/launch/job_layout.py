@@ -131,15 +131,15 @@ def _spread(allocation: Allocation, processes: int, knob: str, system: BatchSyst
             f"{system.name} for {processes} hosts or fewer, or give --hosts"
         )
     spread = _divided(hosts, processes)
-    for host, own in zip(spread, hosts, strict=True):
-        if host.slots > own.slots:
+    for host, given in zip(spread, hosts, strict=True):
+        if host.slots > given.slots:
             raise LaunchError(
-                f"{knob} is {processes}: even parts are {host.slots} ranks on {host.name}, which has {own.slots} slots "
-                f"of {job} ({_shown(hosts)}). HINT: {system.ask}, or give --hosts with the slots of each"
+                f"{knob} is {processes}: even parts are {host.slots} ranks on {host.name}, which has {given.slots} "
+                f"slots of {job} ({_shown(hosts)}). HINT: {system.ask}, or give --hosts with the slots of each"
             )
     return spread
 
 
 def _shown(hosts: Sequence[Host]) -> str:
-    told = ", ".join(f"{host.slots} on {host.name}" for host in hosts[:_SHOWN])
-    return told + (f" and {len(hosts) - _SHOWN} more hosts" if len(hosts) > _SHOWN else "")
+    slots = ", ".join(f"{host.slots} on {host.name}" for host in hosts[:_SHOWN])
+    return slots + (f" and {len(hosts) - _SHOWN} more hosts" if len(hosts) > _SHOWN else "")

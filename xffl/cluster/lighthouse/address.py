@@ -55,12 +55,12 @@ def resolve_lighthouse(text: str, what: str = "the lighthouse") -> str:
     """Return a lighthouse's address, ``http://HOST:PORT``, from a text that holds it, or ``file:PATH`` of its file."""
     if text.startswith("file:"):
         try:
-            told = read_text(Path(text.removeprefix("file:")), ADDRESS_BYTES).strip()
+            written = read_text(Path(text.removeprefix("file:")), ADDRESS_BYTES).strip()
         except (OSError, ValueError) as error:
             why = getattr(error, "strerror", None) or error
-            hint = "it is there once the lighthouse runs; see that its job has started, or give HOST:PORT"
+            hint = "the lighthouse writes it when it starts; see that its job has started, or give HOST:PORT"
             raise LaunchError(f"{what} is {text!r}, a file that cannot be read ({why}); {hint}") from error
-        what, text = f"{what} in {text.removeprefix('file:')}", told
+        what, text = f"{what} in {text.removeprefix('file:')}", written
     return _url(what, text)
 
 
@@ -70,10 +70,10 @@ def _url(what: str, text: str) -> str:
 
 def read_address(what: str, text: str) -> tuple[str, int]:
     """Return the host and port of an address."""
-    found = _ADDRESS.fullmatch(text.strip())
-    if found is None or int(found[2]) > 65535:
+    match = _ADDRESS.fullmatch(text.strip())
+    if match is None or int(match[2]) > 65535:
         raise LaunchError(f"{what} is {text!r}; give HOST:PORT, such as 127.0.0.1:29510")
-    return found[1], int(found[2])
+    return match[1], int(match[2])
 
 
 def parse_lighthouse(what: str, text: str) -> str:
@@ -136,12 +136,12 @@ def replica_group_of(environ: Mapping[str, str] = ENVIRON) -> tuple[int, int] | 
     """Return this job's replica group and the most groups, as ``XFFL_ISLAND=1/4`` says; ``None`` where unset."""
     if not (text := environ.get("XFFL_ISLAND", "").strip()):
         return None
-    found = _GROUP.fullmatch(text)
-    if found is None or not int(found[1]) < int(found[2]):
+    match = _GROUP.fullmatch(text)
+    if match is None or not int(match[1]) < int(match[2]):
         raise LaunchError(
             f"XFFL_ISLAND is {text!r}; give this replica group's number, from 0, and the most groups, such as 0/2"
         )
-    return int(found[1]), int(found[2])
+    return int(match[1]), int(match[2])
 
 
 def bind_address(lighthouse: str, environ: Mapping[str, str] = ENVIRON) -> str:

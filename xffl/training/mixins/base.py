@@ -172,7 +172,7 @@ class TrainerMixin:
 
     @property
     def place_step(self) -> int:
-        """The step after which the last round has left this cell, in the life of its job before this one."""
+        """The step after which the last round left this cell, in the previous start of its job."""
         return 0
 
     @property

@@ -75,8 +75,8 @@ class StateMixin(TrainerMixin):
         """
         if self.state.topology.cells == 1:
             return list(counts)
-        own = torch.tensor(counts, dtype=torch.int64, device=self.device)
-        most: list[int] = self.world.all_reduce(own, "max", "world").tolist()
+        local = torch.tensor(counts, dtype=torch.int64, device=self.device)
+        most: list[int] = self.world.all_reduce(local, "max", "world").tolist()
         return most
 
     def save_checkpoint(self, path: str | Path, *, saver: Callable[..., T] | None = None, **values: Any) -> T | None:
@@ -188,7 +188,7 @@ class StateMixin(TrainerMixin):
     # In an elastic run ------------------------------------------------------------------------------------------------
 
     _place: Mapping[str, Any] | None = None
-    """Where the last round of this cell has left it, in the life of its job before this one"""
+    """Where the last round of this cell left it, in the previous start of its job"""
 
     @property
     def place_step(self) -> int:
@@ -210,7 +210,7 @@ class StateMixin(TrainerMixin):
         """Read what :meth:`keep_place` has written, if this is a cell of an elastic run; collective over the cell."""
         if self.state.elastic is None or not self.config.experiment.resume:
             return False
-        told: list[Mapping[str, Any] | None] = [None]
+        places: list[Mapping[str, Any] | None] = [None]
         here = self.world.world_size
         file = Path(self.config.experiment.output_dir) / PLACE
         advice = "remove it, and the cell starts from its checkpoint"
@@ -218,9 +218,9 @@ class StateMixin(TrainerMixin):
             "places in the data", convert=lambda error: CheckpointError(f"{file} cannot be read ({error}); {advice}")
         ):
             if self.state.rank == 0 and file.exists():
-                told[0] = read_place_file(file)
-        dist.broadcast_object_list(told, src=0)
-        self._place = told[0]
+                places[0] = read_place_file(file)
+        dist.broadcast_object_list(places, src=0)
+        self._place = places[0]
         if self._place is not None and self._place.get("ranks", {"count": here})["count"] != here:
             self._begin_anew()
         return self._place is not None
