@@ -381,8 +381,8 @@ READ_WITHOUT_LIMIT = {
     },
     "files of the kernel and the administrator": {
         "probe: path.read_text()",
-        "probe: (own / 'type').read_text()",
-        "probe: (own / 'uevent').read_text()",
+        "probe: (link / 'type').read_text()",
+        "probe: (link / 'uevent').read_text()",
         "probe: Path('/proc/self/mounts').read_text()",
         "run_lock: Path('/proc/uptime').read_text()",
         "run_lock: Path(f'/proc/{process}/stat').read_text(errors='replace')",

@@ -122,6 +122,7 @@ ROUND_FIGURES = (
         draw=traffic_figure,
     ),
 )
+"""The figures about rounds, in the order of the page."""
 
 
 def find_figures(runs: Sequence[Run]) -> tuple[list[PageFigure], list[str]]:
