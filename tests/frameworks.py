@@ -49,8 +49,9 @@ ROWS = {
     "trl-newest": Row(
         dict.fromkeys(("trl", "transformers", "accelerate", "peft", "datasets"), NEWEST), "trl,lora", TRL
     ),
-    "lightning-oldest": Row({"lightning": "2.6.0"}, "lightning", LIGHTNING),
-    "lightning-newest": Row({"lightning": NEWEST}, "lightning", LIGHTNING),
+    # Its tests share parts with those of Trainer.
+    "lightning-oldest": Row({"lightning": "2.6.0"}, "lightning,hf,lora", LIGHTNING),
+    "lightning-newest": Row({"lightning": NEWEST}, "lightning,hf,lora", LIGHTNING),
     # What came before 0.3 has other names in the script of the page. 0.3 imports Triton, which PyTorch for CPUs leaves
     # out, and goes together with no newer datasets.
     "torchtitan-newest": Row({"torchtitan": NEWEST, "triton": NEWEST, "datasets": "4.7.*"}, "safetensors", TORCHTITAN),
