@@ -79,7 +79,7 @@ docs: $(DOCS)/.installed ## build docs/_build/html; a warning is an error
 matrix: ## test each supported PyTorch and Python (an hour; ROWS="torch-2.11" for some), for the table in docs/install.rst
 	$(PYTHON) tests/matrix.py $(ROWS)
 
-frameworks: ## test the oldest and newest Trainer, TRL and Lightning (half an hour; ROWS="trl-oldest" for some), for docs/frameworks.rst
+frameworks: ## test the oldest and newest Trainer, TRL and Lightning, the newest torchtitan (half an hour; ROWS="trl-oldest" for some), for docs/frameworks.rst
 	$(PYTHON) -m tests.frameworks $(ROWS)
 
 # Without .venv, which needs a network: uses the Python that has PyTorch, and the packages of `make wheels`.

@@ -48,10 +48,11 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(autouse=True)
 def _keep_environment() -> Iterator[None]:
     """Take back what the command line has set in this process: a later test would be a cell of a run."""
-    before = dict(os.environ)
+    environ, before = os.environ, dict(os.environ)
     yield
-    os.environ.clear()
-    os.environ.update(before)
+    os.environ = environ  # noqa: B003 - a library may have replaced it (xffl/compat/datasets.py)
+    environ.clear()
+    environ.update(before)
 
 
 def pytest_collection_finish() -> None:

@@ -35,6 +35,7 @@ class Row:
 TRANSFORMERS = ("tests/unit/test_federate.py", "tests/ranks/test_federate.py")
 TRL = ("tests/ranks/test_federate_trl.py",)
 LIGHTNING = ("tests/ranks/test_lightning.py",)
+TORCHTITAN = ("tests/ranks/test_torchtitan.py",)
 ROWS = {
     "transformers-oldest": Row(
         {"transformers": "5.0.*", "accelerate": "1.12.*", "peft": "0.18.*"}, "hf,lora", TRANSFORMERS
@@ -48,8 +49,12 @@ ROWS = {
     "trl-newest": Row(
         dict.fromkeys(("trl", "transformers", "accelerate", "peft", "datasets"), NEWEST), "trl,lora", TRL
     ),
-    "lightning-oldest": Row({"lightning": "2.6.0"}, "lightning", LIGHTNING),
-    "lightning-newest": Row({"lightning": NEWEST}, "lightning", LIGHTNING),
+    # Its tests share parts with those of Trainer.
+    "lightning-oldest": Row({"lightning": "2.6.0"}, "lightning,hf,lora", LIGHTNING),
+    "lightning-newest": Row({"lightning": NEWEST}, "lightning,hf,lora", LIGHTNING),
+    # What came before 0.3 has other names in the script of the page. 0.3 imports Triton, which PyTorch for CPUs leaves
+    # out, and goes together with no newer datasets.
+    "torchtitan-newest": Row({"torchtitan": NEWEST, "triton": NEWEST, "datasets": "4.7.*"}, "safetensors", TORCHTITAN),
 }
 SCRIPT = (
     "import sys; from importlib.metadata import version; print(', '.join(f'{p} {version(p)}' for p in sys.argv[1:]))"
@@ -76,7 +81,8 @@ def make_environment(name: str, row: Row) -> list[str]:
     made_of = f"{REPO}\n{day}\n{row}\n{pins}\n{(REPO / 'setup.cfg').read_text()}"
     if not stamp.exists() or stamp.read_text() != made_of:
         constraints.write_text(pins)
-        install = [*python, "-m", "pip", "install", "--quiet", "--upgrade", "-e", f".[{row.extras}]", *TOOLS]
+        packages = ("-e", f".[{row.extras}]", *row.versions, *TOOLS)
+        install = [*python, "-m", "pip", "install", "--quiet", "--upgrade", *packages]
         # The variable takes the place of what a site's configuration of pip may say.
         if run([sys.executable, "-m", "venv", "--clear", str(folder)]) or run(install, PIP_CONSTRAINT=str(constraints)):
             raise SystemExit(f"{name}: the environment could not be made")

@@ -6,6 +6,7 @@ Without torch, so that ``xffl plan`` forecasts what the ranks will do.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from xffl import __version__
 from xffl.topology import Topology
@@ -23,12 +24,13 @@ __all__ = [
     "STATUS_BYTES",
     "TINY",
     "TINY_FOR_TWO",
+    "VotePeers",
     "ballot_head_bytes",
     "form_of",
     "format_refusal",
     "neighbours_of_barrier",
-    "neighbours_of_votes",
     "own_format",
+    "peers_in_votes",
     "pipeline_depth",
     "ranks_below",
     "vote_message_bytes",
@@ -123,18 +125,34 @@ def neighbours_of_barrier(rank: int, size: int) -> set[int]:
     return {(rank + sign * distance) % size for distance in away for sign in (1, -1)} - {rank}
 
 
-def neighbours_of_votes(topology: Topology, rank: int) -> set[int]:
+class VotePeers(NamedTuple):
+    """The ranks with which one exchanges messages in a vote."""
+
+    below: tuple[int, ...]
+    """Its children in the binary tree of its cell."""
+    above: int | None
+    """Its parent there; ``None`` for the cell's first rank."""
+    others: tuple[int, ...]
+    """The first ranks of the other cells, by cell, if it is a first one itself."""
+
+    @property
+    def ranks(self) -> set[int]:
+        """All of them."""
+        return {*self.below, *self.others} | (set() if self.above is None else {self.above})
+
+
+def peers_in_votes(topology: Topology, rank: int) -> VotePeers:
     """Return the ranks with which one exchanges messages in a vote; pure.
 
-    They are its parent and its children in the binary tree of its cell, and other cells' first ranks for a first one.
+    A vote goes up a binary tree in each cell, once between the cells' first ranks, and down again.
     """
     cell = topology.cell_of(rank)
-    start = topology.offsets[cell]
+    start, stop = topology.offsets[cell : cell + 2]
     place = rank - start
-    below = {start + child for child in (2 * place + 1, 2 * place + 2) if start + child < topology.offsets[cell + 1]}
+    below = tuple(start + child for child in (2 * place + 1, 2 * place + 2) if start + child < stop)
     if place:
-        return {start + (place - 1) // 2} | below
-    return {offset for number, offset in enumerate(topology.offsets[:-1]) if number != cell} | below
+        return VotePeers(below, start + (place - 1) // 2, ())
+    return VotePeers(below, None, topology.offsets[:cell] + topology.offsets[cell + 1 : -1])
 
 
 def ranks_below(place: int, size: int) -> int:

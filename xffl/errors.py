@@ -52,6 +52,13 @@ class CheckpointError(XfflError, RuntimeError):
     """Report something saved that cannot be trusted."""
 
 
+class OtherLayoutError(ConfigError):
+    """Report what each rank has kept for itself, in a checkpoint of other ranks; nothing was loaded.
+
+    An elastic cell of a trainer loads the rest; others see it as a :class:`ConfigError`.
+    """
+
+
 class ReplacedError(CheckpointError):
     """Report a checkpoint that was replaced or deleted while it was read, so that reading it again may work.
 

@@ -3,8 +3,9 @@
     python tests/chaos/price.py [--parameters 100e6] [--rounds 20] [--repeats 3] [--out FILE]
 
 Two cells of one rank make rounds without local steps, as one job and as two, in turn; the ratio is that of the medians
-of each repeat. Then a third cell comes late to two: ``change`` is what the first round with it takes longer than the
-median of those that follow. Last, ``change with a server`` is the same where FedAdam's state has to go over, too.
+of each repeat. Before each round a cell changes one value, each by another amount, so that their models differ. Then a
+third cell comes late to two: ``change`` is what the first round with it takes longer than the median of those that
+follow. Last, ``change with a server`` is the same where FedAdam's state has to go over, too.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def be_a_rank(args: argparse.Namespace) -> None:
                 assert time.monotonic() < end, "the rounds did not come about in time"
                 model()
                 with torch.no_grad():
-                    model.parts[0][0] += 1.0
+                    model.parts[0][0] += 1.0 + cell
                 scaling.step()
         (args.folder / f"{cell}.json").write_text(json.dumps(told))
 

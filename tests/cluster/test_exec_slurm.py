@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -32,6 +33,7 @@ from tests.cluster.exec_jobs import (
     told,
 )
 from tests.processes import still_there
+from tests.ranks.test_pages import scripts_of
 
 REPO = Path(__file__).parents[2]
 THREE = ["salloc", "-Q", "-N3", "-w", "a1,a2,b1", "--ntasks-per-node=1"]
@@ -303,6 +305,29 @@ def test_nodes_as_isolated_cells(start_by: list[str], slurm: dict[str, str], tmp
     assert code == 0, err
     ranks = check_isolated(tmp_path, (2, 1))
     assert [(one["LOCAL_RANK"], one["LOCAL_WORLD_SIZE"]) for one in ranks] == [("0", "2"), ("1", "2"), ("0", "1")]
+
+
+@pytest.mark.parametrize("framework", ["transformers", "lightning"])
+def test_trainers_of_frameworks_on_nodes_as_cells(framework: str, slurm: dict[str, str], tmp_path: Path) -> None:
+    """The srun of docs/frameworks.rst: the models that the cells write in the end are one model."""
+    pytest.importorskip(framework)
+    words = ["train.py"]
+    if framework == "transformers":
+        pytest.importorskip("peft")
+        shutil.copy(REPO / "examples/07_trainer/train.py", tmp_path)
+        words += ["--steps", "10"]
+        name = "trained/cell_{}/model.safetensors"
+    else:
+        [script] = scripts_of("frameworks")
+        save = 'torch.save(module.state_dict(), cell_folder("runs") / f"model_{trainer.global_rank}.pt")'
+        (tmp_path / "train.py").write_text(f"{script.text}\n{save}\n")
+        name = "runs/cell_{}/model_0.pt"
+    environ = {**slurm, "HF_HUB_OFFLINE": "1"}
+    command = ["srun", *TWO_NODES, *EXEC, "--isolate", "--federated", "2,1", *words]
+    code, _, err = finish(start(command, environ, tmp_path))
+    assert code == 0, err
+    first, second = (tmp_path / name.format(cell) for cell in range(2))
+    assert first.read_bytes() == second.read_bytes()
 
 
 def test_replica_groups_are_steps_of_a_job(slurm: dict[str, str], tmp_path: Path) -> None:

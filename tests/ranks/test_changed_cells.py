@@ -92,6 +92,6 @@ def test_counts_go_on_when_the_cells_change(tmp_path: Path) -> None:
     rows = dict(summary_rows(run))
     assert rows["samples, all cells"] == str(5 * SAMPLES)
     assert rows["steps"] == "13" and rows["rounds"] == "7" and rows["ranks and cells"].startswith("2 in 2 cells")
-    assert any("cell 2 is no more" in note and "step 10" in note for note in run.notes)
+    assert any("cell 2 has left" in note and "step 10" in note for note in run.notes)
     records = [json.loads(line) for line in (tmp_path / "rounds" / "cell_0.jsonl").read_text().splitlines()]
     assert [record["round"] for record in records if not record["is_skipped"]] == [1, 2, 3, 4, 5, 6, 7]

@@ -34,6 +34,7 @@ from tests.rows import some_of
 from tests.worlds import be_launched, run_world
 from xffl.aggregation.algorithms.clients import Scaffold, local
 from xffl.aggregation.engine.decision.consensus import RoundInput
+from xffl.aggregation.engine.stages.first_round import FirstRound
 from xffl.aggregation.engine.stages.hand_over import SharedValues
 from xffl.aggregation.federations import elastic
 from xffl.aggregation.federations.elastic import ElasticAggregator
@@ -103,6 +104,8 @@ class Told:
     spent: Any = None  # what privacy has cost
     skipped: int = 0
     starts_equal: bool | None = None  # whether its first step went from what was agreed on
+    keys: int = 0  # of the store that the cell serves, behind its last round
+    looks: dict[int, int] = field(default_factory=dict)  # how often values had been read for a comparison
     steps: int = 0
 
 
@@ -174,6 +177,7 @@ def member(rank: int, world: int, plan: Plan) -> Told:
     with (
         xffl.session(cell=number, cells=cells, hsdp=plan.hsdp, elastic=elastic, timeout_s=60) as state,
         mock.patch.object(federation, "UNLIKE_S", 2.0),
+        mock.patch.object(FirstRound, "_read_sums", autospec=True, side_effect=FirstRound._read_sums) as read,
     ):
         (Path(plan.folder) / str(rank)).write_text(str(os.getpid()))
         while not plan.late and len(os.listdir(plan.folder)) < world:
@@ -199,6 +203,7 @@ def member(rank: int, world: int, plan: Plan) -> Told:
             told.digests[report.round] = digest(model)
             told.cells[report.round], told.weights[report.round] = report.cells, report.weights
             told.seconds[report.round], told.tries[report.round] = report.seconds, report.tries
+            told.looks[report.round] = read.call_count
             told.agreed[report.round] = digest_of_agreed(scaling.aggregator.state_dict())
             told.norms[report.round] = report.update_norms
             if isinstance(client, Scaffold):
@@ -240,6 +245,8 @@ def member(rank: int, world: int, plan: Plan) -> Told:
                 if scaling.is_under_way:
                     with pytest.raises(xffl.StateError):
                         scaling.state_dict()
+            store = scaling.aggregator._federation._store
+            told.keys = 0 if store is None else store.num_keys()
         told.spent = scaling.aggregator.state_dict().get("privacy")
     if plan.fault.endswith("stop") and rank == 0:
         os.kill(int((Path(plan.folder) / plan.fault[0]).read_text()), signal.SIGKILL)  # a rank of a cell of one
@@ -284,9 +291,11 @@ def test_who_is_left_goes_on_where_a_rank_is_killed(lighthouse: str, phase: str)
     survivors = [one for one in told if one.cell != 1]
     assert len(survivors) == 3
     check_alike(told)
+    assert survivors[0].keys == 5  # the token's proof, how many ranks have come, and the addresses of three
     for one in survivors:
         assert one.cells[ROUNDS] == (0, 2)
         assert max(one.seconds.values()) < 15.0
+        assert one.looks[2] == one.looks[ROUNDS]  # those that are left were compared before
         # Each step was counted once: in the round that was lost, or in the one that took its place.
         counted = sum(weights[one.cell] for weights in one.weights.values())
         assert counted == one.steps * SIZES[one.cell]

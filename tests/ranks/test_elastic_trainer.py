@@ -352,22 +352,30 @@ class Trainer(TaskTrainer):
 
 
 def test_two_of_three_cells_that_leave_in_order_go_on_when_they_are_back(tmp_path: Path) -> None:
-    """Though the lighthouse leaves with them, and one has gone on alone while the other was away."""
+    """Though the lighthouse leaves with them, and one has gone on alone while the other was away.
+
+    One comes back with another number of ranks, which nobody has to be told.
+    """
     (tmp_path / "train.py").write_text(WAITING_TRAINER)
     (tmp_path / "run.yaml").write_text(
         "trainer: train.Trainer\n"
         "training: {epochs: 1000, batch_size: 10}\n"
+        "distributed: {strategy: fsdp}\n"
         "federation: {every: 2}\n"
         "experiment: {name: digits}\n"
     )
     environ = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "XFFL_TOKEN": "0" * 64}
     environ["XFFL_JOURNAL"] = str(tmp_path / "journal")
-    command = [sys.executable, "-m", "xffl", "exec", f"--elastic=file:{tmp_path}/lighthouse", "--processes=1"]
+    command = [sys.executable, "-m", "xffl", "exec", f"--elastic=file:{tmp_path}/lighthouse"]
 
-    def start(cell: int) -> subprocess.Popen[bytes]:
+    def start(cell: int, ranks: int = 1) -> subprocess.Popen[bytes]:
         with (tmp_path / f"log_{cell}").open("ab") as log:
             return subprocess.Popen(
-                [*command, f"--cell={cell}/3", "run.yaml"], env=environ, cwd=tmp_path, stdout=log, stderr=log
+                [*command, f"--processes={ranks}", f"--cell={cell}/3", "run.yaml"],
+                env=environ,
+                cwd=tmp_path,
+                stdout=log,
+                stderr=log,
             )
 
     def logs() -> str:
@@ -398,12 +406,13 @@ def test_two_of_three_cells_that_leave_in_order_go_on_when_they_are_back(tmp_pat
         jobs.append(start(1))
         await_rounds()
         leave(jobs[0])
-        jobs[0] = start(0)
+        jobs[0] = start(0, ranks=2)
         await_rounds()
+        assert logs().count("this cell comes back with 2 ranks") == 1
         leave(jobs[0])
         await_rounds(1)
         leave(jobs[1])
-        jobs[:] = start(0), start(1)
+        jobs[:] = start(0, ranks=2), start(1)
         await_rounds()
         for job in jobs:
             leave(job)
@@ -412,3 +421,4 @@ def test_two_of_three_cells_that_leave_in_order_go_on_when_they_are_back(tmp_pat
             job.kill()
             job.wait()
     assert len({*rounds()}) == len(rounds())
+    assert logs().count("this cell comes back with") == 1

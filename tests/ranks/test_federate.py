@@ -152,7 +152,8 @@ def make_trainer(folder: str, model: Any, *, is_sharded: bool = False, **given: 
     if is_sharded:
         # accelerate leaves FSDP out on CPUs without a word; with the type of GPUs it does not.
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-    trainer = Trainer(model=model, args=args, train_dataset=Text())
+    data = Text()
+    trainer = Trainer(model=model, args=args, train_dataset=data, eval_dataset=Subset(data, range(2 * ROWS)))
     trainer._get_train_sampler = lambda *_: SequentialSampler(trainer.train_dataset)
     return trainer
 
@@ -188,14 +189,19 @@ def train(
     **options: Any,
 ) -> dict[str, Any]:
     """Be a rank of a Trainer's script, with one line more."""
+    from transformers.trainer_callback import ProgressCallback
+
     from xffl.integrations.transformers import federate
 
     model = make_model(seed, is_adapted=is_adapted)
     if is_loaded:
         model = load_sharded(model, f"{folder}/{cell}")
-    trainer = make_trainer(folder, model, is_sharded=is_sharded)
+    # Each cell evaluates what a round has just written.
+    evaluation: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": EVERY, "disable_tqdm": False}
+    trainer = make_trainer(folder, model, is_sharded=is_sharded, **evaluation)
     rounds = federate(trainer, every=EVERY, **options)
     trainer.train()
+    (bar,) = (callback for callback in trainer.callback_handler.callbacks if isinstance(callback, ProgressCallback))
     log = [line for line in trainer.state.log_history if "xffl/round" in line]
     return {
         "weights": weights_of(trainer.model_wrapped),
@@ -203,6 +209,8 @@ def train(
         "bytes": [report.bytes_across for report in rounds.reports],
         "logged": [(line["step"], line["xffl/round"], line["xffl/cells"]) for line in log],
         "losses": sum("loss" in line for line in trainer.state.log_history),
+        "evaluated": [line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line],
+        "steps shown": bar.current_step if trainer.is_world_process_zero() else None,
         "wrapper": type(trainer.model_wrapped).__name__,
     }
 
@@ -352,6 +360,9 @@ def test_a_trainer_trains_what_a_loop_by_hand_trains(tmp_path: Path, lighthouses
             assert trained["counts"] == expected["counts"]
             assert trained["logged"] == [(4, 1, 2), (8, 2, 2), (12, 3, 2)]
             assert trained["losses"] == 3
+            assert trained["evaluated"] == of_ranks[0]["evaluated"]  # by both cells, of the model that all agree on
+            assert len(set(trained["evaluated"])) == 3
+            assert trained["steps shown"] in (STEPS, None)
             assert trained["wrapper"].startswith(
                 "FSDP" if {"is_sharded", "is_loaded"} & options.keys() else "DistributedDataParallel"
             )

@@ -30,6 +30,7 @@ from tests.worlds import be_launched, run_world
 from xffl.checkpoint import AsyncSaver, CheckpointManager, load_checkpoint, save_checkpoint
 from xffl.checkpoint.format import read_record
 from xffl.cli.execute import build_parser, run, split_command
+from xffl.distributed.several_worlds.cell_notes import open_notes
 from xffl.training.preemption import PreemptedExit, Preemption
 
 ROOT = Path(__file__).parents[2]
@@ -89,6 +90,7 @@ whole = sharded.weight.full_tensor().tolist()
 told = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
 told |= {"words": sys.argv[1:], "cell": [state.cell, state.cells, state.cell_rank, state.cell_size]}
 told |= {"ranks": dist.get_world_size(), "rounds": scaling.aggregator.rounds}
+told["is_torchrun"] = dist.is_torchelastic_launched()
 told |= {"samples": samples, "whole": whole}
 told["sum"] = float(model.module.weight.detach().sum())
 with open(f"told_{state.data_place.rank}.json", "w") as file:
@@ -175,7 +177,7 @@ def test_isolated_cells_save_the_checkpoint_of_one_world(tmp_path: Path) -> None
 
 
 def be_unlike(rank: int, world_size: int, port: int) -> list[str]:
-    """Ask for other rounds in each cell, in several ways; and raise what each cell raises."""
+    """Ask for other rounds in each cell, in several ways, and for levels; and raise what each cell raises."""
     be_launched(rank, world_size, port)
     errors: list[str] = []
     with xffl.session(federated=(1, 1), isolate=True, timeout_s=120) as state:
@@ -183,6 +185,7 @@ def be_unlike(rank: int, world_size: int, port: int) -> list[str]:
             {"every": 2 + rank},
             {"every": 2, "aggregator": {"server": ("sgd", "adam")[rank]}},
             {"every": 2, "aggregator": {"codec": ("none", "int8")[rank]}},
+            {"every": 2, "aggregator": {"levels": [{}, {"every": 2, "groups": (2,)}]}},
             {"every": 2},
         ]
         for options in unlike:
@@ -196,10 +199,10 @@ def be_unlike(rank: int, world_size: int, port: int) -> list[str]:
     return errors
 
 
-def test_cells_that_ask_for_unlike_rounds_are_refused_on_all_ranks() -> None:
+def test_unlike_rounds_and_levels_are_refused_on_all_ranks() -> None:
     told = run_world(2, be_unlike, free_port(), init=False, timeout_s=240)
     assert told[0] == told[1]
-    shown = [["every=2", "every=3"], ["sgd", "adam"], ["int8"], ["(2,)", "(3,)"]]
+    shown = [["every=2", "every=3"], ["sgd", "adam"], ["int8"], ["leave levels out"], ["(2,)", "(3,)"]]
     for error, words in zip(told[0], shown, strict=True):
         assert all(word in error.lower() for word in words), error
 
@@ -269,6 +272,7 @@ def test_a_framework_sees_its_cell_alone(launcher: list[str], tmp_path: Path) ->
         assert [int(one[name]) for name in ("RANK", "LOCAL_RANK")] == [cell_rank] * 2
         assert [int(one[name]) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")] == [cell_size] * 2
         assert (one["ranks"], one["rounds"]) == (cell_size, 2)
+        assert one["is_torchrun"], "Lightning would ask MPI for the ranks of the job"
         assert one["sum"] == told[0]["sum"]
         assert one["samples"] == list(range(cell_rank, 2 * cell_size, cell_size))
         assert one["whole"] == [[1.5] * 4] * 2
@@ -308,6 +312,44 @@ def test_a_mistake_of_one_rank_ends_all_before_cells_are_isolated() -> None:
     assert first == second
     for error, part in zip(first, ("link_backend 'nccl'", "timeout_s", "CUDA is initialized already"), strict=True):
         assert part in error
+
+
+def be_left(rank: int, world_size: int, ports: list[int]) -> list[Any]:
+    """Wait for the other cells while the script of rank 1 comes to an end, and while it fails."""
+    heard: list[Any] = []
+    for port, end in zip(ports, (SystemExit(0), KeyError("mine")), strict=True):
+        is_failure = isinstance(end, KeyError)
+        be_launched(rank, world_size, port)
+        with (
+            suppress(SystemExit, KeyError, xffl.LaunchError),
+            xffl.session(federated=(1, 1, 1), isolate=True, timeout_s=200) as state,
+        ):
+            notes = open_notes(state, "end")
+            if rank == 2:
+                time.sleep(0.5)  # rank 0 waits for this one, and rank 1 has ended
+            if rank == 1 and is_failure:
+                raise end
+            notes.write("word", str(rank))
+            if rank == 1:
+                notes.end()
+                raise end
+            try:
+                if rank == 2 and is_failure:
+                    xffl.Aggregator(nn.Linear(3, 2), state)
+                heard.append(notes.gather("word"))
+                notes.end()
+            except xffl.LaunchError as lost:
+                heard.append(str(lost))
+    return heard
+
+
+def test_who_waits_for_a_cell_hears_that_it_has_failed_and_not_that_its_script_is_over() -> None:
+    ports = [free_port() for _ in range(2)]
+    for rank, heard in enumerate(run_world(3, be_left, ports, init=False, timeout_s=150)):
+        if rank != 1:
+            words, lost = heard
+            assert words == ("0", "1", "2")
+            assert "another rank of the job has ended" in lost
 
 
 def wrap_later(rank: int, world_size: int, port: int) -> list[str]:

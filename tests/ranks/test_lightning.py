@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -17,7 +18,9 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import xffl
-from tests.ranks.test_elastic_trainer import lighthouse  # noqa: F401
+from tests.ports import free_port
+from tests.processes import await_cells
+from tests.ranks.test_elastic_trainer import lighthouse, serving_lighthouse  # noqa: F401
 from tests.ranks.test_federate import (
     Death,
     check_that_it_came_back,
@@ -299,19 +302,34 @@ def be_with_options(rank: int, world_size: int, port: int) -> dict[str, list[dic
         }
 
 
-def train_with_options(rank: int, world_size: int) -> list[Any]:
+def be_elastic_fabric(
+    rank: int, world_size: int, port: int, url: str, other_port: int, folder: str
+) -> dict[str, torch.Tensor]:
+    """Be a cell of one rank, and a job of its own, of two that begin together."""
+    be_launched(0, 1, (port, other_port)[rank])
+    os.environ |= {"XFFL_LIGHTHOUSE": url, "XFFL_CELL": f"{rank}/2", "XFFL_JOURNAL": f"{folder}/journal"}
+    await_cells(2, folder)
+    return train_alone("fabric", {})
+
+
+def train_with_options(rank: int, world_size: int, url: str | None, folder: str) -> tuple[list[Any], list[Any]]:
     import_module("xffl.integrations.lightning")
-    return run_job(2, be_with_options)
+    isolated = run_job(2, be_with_options)
+    return isolated, [] if url is None else run_job(2, be_elastic_fabric, url, free_port(), folder)
 
 
-def test_a_trainer_and_fabric_take_all_kinds_of_options() -> None:
-    [ranks] = run_world(1, train_with_options, init=False, timeout_s=180)
+def test_a_trainer_and_fabric_take_all_kinds_of_options(tmp_path: Path) -> None:
+    """Also Fabric in elastic cells: nothing fails, so these are the rounds of isolated ones."""
+    with serving_lighthouse() if find_spec("torchft") else nullcontext() as url:
+        [(ranks, elastic)] = run_world(1, train_with_options, url, str(tmp_path), init=False, timeout_s=180)
     for trained in ranks:
         plain = trained["plain"][0]
         for name, ways in trained.items():
             assert [differ(weights, ways[0]) for weights in ways] == [0.0, 0.0, 0.0], name
             assert differ(ways[0], ranks[0][name][0]) == 0.0
             assert name == "plain" or differ(ways[0], plain) > 1e-6, f"{name} changes nothing"
+    for weights in elastic:
+        assert differ(weights, ranks[0]["plain"][0]) == 0.0
 
 
 def be_mortal(rank: int, world_size: int, port: int, folder: str, death: Death, is_sharded: bool) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -14,6 +15,8 @@ from tests.ranks.test_round import make_state
 from tests.worlds import run_world
 from xffl.aggregation.engine.decision.consensus import RoundInput
 from xffl.aggregation.engine.groups import RoundScope
+from xffl.aggregation.engine.several_worlds.members_first_round import ComparedCells, MembersFirstRound
+from xffl.aggregation.engine.stages.first_round import FirstRound
 from xffl.aggregation.engine.transport import CrossCellTransport
 
 STEPS = 40
@@ -109,3 +112,64 @@ def test_what_a_codec_has_left_out_counts_once_where_cells_change(
 ) -> None:
     for missing in run_world(cells, follow, options, case):
         assert missing.abs().max() < 1e-4
+
+
+def look_again(rank: int, world: int) -> list[int]:
+    """Be a rank of three cells whose members change; how often this rank had looked at its values after each step."""
+    state = make_state(rank, (1, 1, 2), 1)
+    cell = min(rank, 2)
+    looks: list[int] = []
+    told: list[int] = []
+    read = FirstRound._read_sums
+
+    def counting(self: FirstRound) -> list[int]:
+        looks.append(1)
+        return read(self)
+
+    def scope_of(lives: str, compared: ComparedCells) -> RoundScope:
+        make = partial(MembersFirstRound, lives=tuple(lives), compared=compared)
+        return RoundScope(state, state.topology, goes_on=True, make_first_round=make)
+
+    def make_round(number: int, *, newcomer: int | None = None) -> None:
+        aggregator.resume_at(number, brings_up=newcomer is not None)
+        if cell != newcomer:
+            model.step(number, cell)
+        aggregator.participate(RoundInput(is_absent=cell == newcomer))
+        told.append(len(looks))
+
+    with mock.patch.object(FirstRound, "_read_sums", counting):
+        model = Counted()
+        compared = ComparedCells()
+        aggregator = xffl.Aggregator(model, scope_of("abc", compared), gradients_reduced_by_caller=True)
+        make_round(0)
+        make_round(1)
+        aggregator.regroup(scope_of("abc", compared))
+        make_round(2)
+        # Another cell comes in the place of the last one, and its ranks train apart.
+        if cell == 2:
+            compared = ComparedCells()
+            aggregator = xffl.Aggregator(model, scope_of("abd", compared), gradients_reduced_by_caller=True)
+        else:
+            aggregator.regroup(scope_of("abd", compared))
+        make_round(3, newcomer=2)
+        shared = model.bias.detach().clone()
+        with torch.no_grad():
+            model.bias.add_(float(rank == 3))
+        with pytest.raises(xffl.RoundError, match=r"'bias'.* rank 2 and rank 3 of cell 2"):
+            make_round(4)
+        with torch.no_grad():
+            model.bias.copy_(shared)
+        make_round(4)
+        aggregator.regroup(scope_of("abd", compared))
+        make_round(5)
+        # Of the cells that have met nobody knows whether they differ from this one.
+        aggregator.regroup(scope_of("aed", compared if cell != 1 else ComparedCells()))
+        make_round(6)
+        make_round(7)
+    return told
+
+
+def test_cells_are_compared_once_and_not_with_each_change_of_members() -> None:
+    of_first, _, *of_newcomer = run_world(4, look_again)
+    assert of_first == [1, 1, 1, 1, 1, 1, 2, 2]
+    assert of_newcomer == [[1, 1, 1, 1, 3, 3, 4, 4]] * 2

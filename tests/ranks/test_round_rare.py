@@ -203,11 +203,16 @@ class ScheduleFree(torch.optim.Optimizer):
 def second_copies(rank: int, world_size: int) -> None:
     """Who evaluates other weights than those that rounds average is told so once, and what gives one model does."""
     state = make_state(rank, (1, 1), None)
-    for kind, said in ((ScheduleFree, 1), (torch.optim.AdamW, 0), (torch.optim.ASGD, 1)):
+    for kind, moments, said in (
+        (ScheduleFree, None, 1),
+        (ScheduleFree, "average", 0),
+        (torch.optim.AdamW, None, 0),
+        (torch.optim.ASGD, None, 1),
+    ):
         model = linear(8)
         optimizer = kind(model.parameters())
         with io.StringIO() as stream, contextlib.redirect_stderr(stream):
-            with xffl.FederatedScaling(model, optimizer, state, every=2):
+            with xffl.FederatedScaling(model, optimizer, state, every=2, moments=moments):
                 for step in range(4):
                     torch.manual_seed(10 * step + rank)
                     model(torch.randn(4, 8)).square().mean().backward()
@@ -220,7 +225,10 @@ def second_copies(rank: int, world_size: int) -> None:
         xffl.Aggregator(mean, state).aggregate()
         assert torch.allclose(mean.module.weight, model.weight + 0.5)
         assert len({repr(one) for one in everyones(model.weight.tolist())}) == 1
-        if isinstance(optimizer, ScheduleFree):
+        if moments is not None:
+            optimizer.eval()
+            assert len({repr(one) for one in everyones(model.weight.tolist())}) == 1
+        elif isinstance(optimizer, ScheduleFree):
             assert rank or (
                 "train() and eval()" in lines[0] and "xffl.Aggregator(model, state).aggregate()" in lines[0]
             )

@@ -22,6 +22,7 @@ from torch import nn
 from xffl.aggregation.report import ElasticRoundReport
 from xffl.errors import CheckpointError, ConfigError, StateError
 from xffl.topology import Topology
+from xffl.training import BaseTrainer, EvalMetricMixin, FederatedMixin, QuantizeMixin, SetupMixin
 from xffl.training import callbacks as shipped
 from xffl.training.callbacks import (
     Callback,
@@ -41,6 +42,7 @@ from xffl.training.callbacks.base import STAGES
 from xffl.training.callbacks.monitors import TrainingClock
 from xffl.training.callbacks.progress import ending_line
 from xffl.training.config.settings import to_plain
+from xffl.training.mixins.base import TrainerMixin
 
 SHIPPED = sorted(set(shipped.__all__) - {"Callback", "CallbackCollection"})
 
@@ -682,9 +684,10 @@ def test_averages_of_narrow_weights_are_wide() -> None:
     assert torch.equal(model.weight, weights) and torch.equal(callback.averages["model.weight"], average)
 
 
-# The page ------------------------------------------------------------------------------------------------------------
+# The pages -----------------------------------------------------------------------------------------------------------
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "callbacks.rst"
+TRAINER_PAGE = PAGE.with_name("trainer.rst")
 
 
 def test_the_page_has_every_stage_and_every_callback() -> None:
@@ -702,3 +705,18 @@ def test_the_page_has_every_stage_and_every_callback() -> None:
         made += parser.instantiate(parser.parse_object({"callbacks": listed})).callbacks
     assert len(blocks) == told > 5
     assert {type(one).__name__ for one in made} == set(SHIPPED)
+
+
+def test_the_page_of_the_trainer_has_every_hook_and_who_has_it() -> None:
+    rows = re.findall(r"\* - ``(\w+)(?:\(.*\))?``\n +- .*\n +- ((?:``\w+``,?\s+)+)", TRAINER_PAGE.read_text())
+    shown = {name: set(re.findall(r"\w+", owners)) for name, owners in rows}
+    hooks = [
+        name
+        for name, value in vars(TrainerMixin).items()
+        if (inspect.isfunction(value) or isinstance(value, property)) and not name.startswith("_")
+    ]
+    parts = [*BaseTrainer.__mro__, *SetupMixin.__mro__, *FederatedMixin.__mro__, EvalMetricMixin, QuantizeMixin]
+    owners = {name: {part.__name__ for part in parts if name in vars(part)} - {"TrainerMixin"} for name in hooks}
+    assert shown == {name: owner for name, owner in owners.items() if owner}
+    # These are what every mixin may use as it is.
+    assert [name for name in hooks if not owners[name]] == ["world", "state", "device", "section", "train_context"]

@@ -228,6 +228,32 @@ def test_the_size_of_chunks_changes_no_byte(name: str, monkeypatch: pytest.Monke
         assert torch.equal(decoded(made(name), expected, 13_003), round_trip(made(name), x))
 
 
+@pytest.mark.parametrize("name", NEAREST + SPARSE + TWO_BITS)
+def test_the_number_of_threads_changes_no_byte(name: str) -> None:
+    codec, x = made(name), normal(200_003)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = encoded(codec, x)
+        torch.set_num_threads(4)
+        assert torch.equal(encoded(codec, x), alone)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", [*TWO_BITS, "sparseloco", "sparseloco:density=0.3,decay=1"])
+def test_a_tensor_that_is_cut_into_whole_blocks_has_the_same_codes(name: str) -> None:
+    codec, x = made(name), normal(7 * 4096 * 7 + 100)
+    whole = decoded(codec, encoded(codec, x), x.numel())
+    for shards in (2, 3, 4):
+        size = math.ceil(x.numel() / shards / codec.alignment) * codec.alignment
+        parts = [decoded(codec, encoded(codec, part), part.numel()) for part in torch.split(x, size)]
+        assert torch.equal(torch.cat(parts), whole)
+        heads = [4 * math.ceil(part.numel() / codec.alignment) for part in torch.split(x, size)]
+        levels = [encoded(codec, part)[:head] for part, head in zip(torch.split(x, size), heads, strict=True)]
+        assert torch.equal(torch.cat(levels), encoded(codec, x)[: sum(heads)])
+
+
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("numel", [0, 1, 5, 129, 70_001])
 def test_the_residual_on_the_way_is_what_decoding_leaves_out(name: str, numel: int) -> None:

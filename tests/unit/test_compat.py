@@ -31,6 +31,8 @@ from torch.distributed.tensor import DTensor, Replicate
 import xffl.compat
 from tests.worlds import fake_world
 from xffl.aggregation.steps.step_observers import may_be_wrapped
+from xffl.cluster.environment import detect_environment, request_federation, requested_federation
+from xffl.compat.datasets import ENVIRON
 from xffl.compat.ddp import delayed_parameters, find_in_reducer, parameters_at_start, running_wrapper
 from xffl.compat.deepspeed import variables_for_import, without_shared_memory
 from xffl.compat.fsdp import GradientSync, gradient_sync
@@ -74,6 +76,26 @@ def test_a_trainer_has_no_public_way_to_save_a_checkpoint() -> None:
     transformers = pytest.importorskip("transformers")
     public = [name for name in dir(transformers.Trainer) if "save" in name and not name.startswith("_")]
     assert public == ["save_metrics", "save_model", "save_state"]  # else save_checkpoint may go
+
+
+# datasets -------------------------------------------------------------------------------------------------------------
+
+
+def test_datasets_puts_a_copy_in_the_place_of_the_environment() -> None:
+    """What a script sets after that is read by xffl, and what xffl sets is read by the script."""
+    datasets = pytest.importorskip("datasets")
+    before = os.environ
+    datasets.Dataset.from_dict({"number": [0, 1]}).map(lambda row: row, num_proc=2)
+    assert os.environ is not before  # else ENVIRON may go
+    os.environ |= {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1234"}
+    os.environ |= {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
+    os.environ["XFFL_FEDERATED"] = "1"
+    assert detect_environment().rank == 1 and requested_federation() == (1, None)
+    request_federation(2, None)
+    assert os.environ["XFFL_FEDERATED"] == "2" and ENVIRON["XFFL_FEDERATED"] == "2"
+    del ENVIRON["XFFL_FEDERATED"]
+    assert "XFFL_FEDERATED" not in os.environ and dict(ENVIRON) == dict(os.environ) and len(ENVIRON) == len(os.environ)
+    subprocess.run([sys.executable, "-c", "import os; assert os.environ['RANK'] == '1'"], env=ENVIRON, check=True)
 
 
 # Lightning ------------------------------------------------------------------------------------------------------------
@@ -172,6 +194,16 @@ def test_tensors_have_no_buffer_protocol() -> None:
     with pytest.raises(RuntimeError, match="resiz"):
         shared.untyped_storage().resize_(64)
     del view
+
+
+def test_a_view_of_a_tensors_memory_leaves_nothing_to_collect() -> None:
+    tensor = torch.zeros(300)
+    gc.collect()
+    views = [memory_of(tensor[:length]) for length in range(300)]
+    views[-1].cast("f")[7] = 1.0
+    assert [len(view) for view in views] == list(range(0, 1200, 4)) and tensor[7] == 1.0
+    del views
+    assert gc.collect() == 0
 
 
 def test_ddp_does_not_tell_whose_gradients_it_reduces(tmp_path: Path) -> None:

@@ -101,6 +101,43 @@ def test_no_latency_leaves_what_the_link_needs() -> None:
     assert told.phases["stall"] == pytest.approx(0.0, abs=1e-9)
 
 
+HIDDEN: dict[str, tuple[Topology, dict[str, Any]]] = {
+    "slow link": (TWO, {"link": Link(1.0, 0.01)}),
+    "link": (TWO, {}),
+    "three cells": (Topology(12, (4, 4, 4), 2), {"link": Link(10.0, 0.025)}),
+    "card": (Topology(32, (4,) * 8, 4), {"link": Link(10.0, 1e-3), "home": Link(10.0, 5e-5)}),
+    "memory": (TWO, {"link": Link(25.0, 1e-3), "memory_gbps": 50}),
+    "codec": (TWO, {"link": Link(100.0, 1e-3), "codec_ratio": 0.25}),
+}
+IDLE: dict[str, tuple[Topology, dict[str, Any], float]] = {
+    "small buckets far away": (Topology(12, (4, 4, 4), 2), {"link": Link(10.0, 0.05), "bucket_bytes": 2**20}, 2.5),
+    "long fast link": (TWO, {"link": Link(100.0, 0.05)}, 5.0),
+    "long fast link, nccl": (TWO, {"link": Link(100.0, 0.05), "backend": "nccl"}, 10.0),
+}
+
+
+def busiest(course: Any) -> float:
+    """Closed form of a round: its votes, its passes over the model, and the resource that is busy longest."""
+    always = ("vote", "pack", "fill", "drain", "commit")
+    return sum(course.phases[phase] for phase in always) + max(course.busy.values())
+
+
+@pytest.mark.parametrize(("topology", "changed"), HIDDEN.values(), ids=HIDDEN)
+def test_simulation_agrees_with_the_busiest_resource_where_latency_is_hidden(
+    topology: Topology, changed: dict[str, Any]
+) -> None:
+    told = forecast(topology, **changed)
+    assert told.seconds == pytest.approx(busiest(told), rel=0.02)
+
+
+@pytest.mark.parametrize(("topology", "changed", "factor"), IDLE.values(), ids=IDLE)
+def test_simulation_says_more_where_latency_is_not_hidden(
+    topology: Topology, changed: dict[str, Any], factor: float
+) -> None:
+    told = forecast(topology, **changed)
+    assert told.seconds > factor * busiest(told)
+
+
 @pytest.mark.parametrize(
     ("sizes", "depth", "ballots"),
     [((1, 1), 0, 1), ((4, 4), 2, 4), ((3, 5), 2, 5), ((2, 2, 4), 2, 8), ((8,), 3, 0), ((9, 16, 7), 4, 32)],

@@ -329,17 +329,35 @@ def test_finished_cells_that_return_do_not_fork_the_run() -> None:
     assert history.choose_base(members[1]) == Wait(attempts[0], (0, 4))
 
 
+class FormerRule(History):
+    """A cell that was in the last meeting was taken to know of all rounds, also where that meeting was refused."""
+
+    has_refused = False
+
+    def choose_base(self, members: Sequence[Member]) -> Continue | Wait:
+        decision = super().choose_base(members)
+        self.has_refused = isinstance(decision, Wait)
+        return decision
+
+    def may_hold(self, cell: int, record: RoundRecord) -> bool:
+        return not self.has_refused and super().may_hold(cell, record)
+
+
 def test_an_older_model_is_not_taken_while_a_newer_one_lives() -> None:
     """Three cells: 0 and 2 make a round, 0 makes another one with 1 and is killed, and meets 2 without its model."""
     second = next_round(0, (0, 2))
     third = next_round(1, (0, 1), second)
     restart = StartRecord(RUN, 2, "b" * 32, (Start(0, "c" * 32, None),))
     history = history_of(second, third, restart)
+    former = FormerRule()
+    former.add((second, third, restart))
     here = [member(0, start="c" * 32), member(2, second)]
     for _ in range(3):  # however often they try
         assert history.choose_base(here) == Wait(third, (1,))
     assert history.choose_base([*here, member(1, third)]) == Continue(third)
     assert history.choose_base([member(1, third)]) == Continue(third)  # whoever holds it may go on alone
+    # The rule before the journal took it at the second try, with which the run forked.
+    assert [former.choose_base(here) for _ in range(2)] == [Wait(third, (1,)), Continue(second)]
 
 
 def test_a_holder_that_is_forgotten_is_not_waited_for() -> None:

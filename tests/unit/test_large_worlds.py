@@ -15,6 +15,7 @@ from xffl.aggregation.engine.voting.ballots import Ballots
 from xffl.aggregation.engine.voting.votes import PACKED, RoundStatus
 from xffl.cli.main import main
 from xffl.compat import gloo_connections
+from xffl.costs import peers_in_votes
 from xffl.planning.startup import forecast_rank, forecast_startup, vote_of_rank
 from xffl.topology import Topology
 
@@ -84,6 +85,17 @@ def test_the_plan_prints_the_forecast(capsys: pytest.CaptureFixture[str]) -> Non
     lines = capsys.readouterr().out
     assert "Start-up of 4096 ranks in 8 cells, over gloo:" in lines
     assert f"{forecast_startup(Topology(4096, (512,) * 8, 8)).requests} requests" in lines
+
+
+@pytest.mark.parametrize("sizes", [(1,), (5,), (1, 1, 1), (7, 1, 4)])
+def test_ranks_of_a_vote_agree_on_who_sends_to_whom(sizes: tuple[int, ...]) -> None:
+    topology = Topology(sum(sizes), sizes)
+    peers = [peers_in_votes(topology, rank) for rank in range(topology.world_size)]
+    for rank, (below, above, others) in enumerate(peers):
+        assert all(peers[child].above == rank for child in below)
+        assert above is None or rank in peers[above].below
+        assert all(rank in peers[other].others for other in others)
+        assert len(others) == (topology.cells - 1 if rank in topology.offsets else 0)
 
 
 def _status(rank: int, world: int) -> RoundStatus:

@@ -335,10 +335,10 @@ WRONG = [
     ([claim(0, 0, node_rank=0), claim(1, 0)], "ranks 1 do not tell the number of their node, but the others do"),
     ([claim(0, 0, node_rank=0), claim(1, 0, node_rank=2)], "numbered 0, 2, which is not 0 to 1; .*GROUP_RANK"),
     ([claim(0, 0, node_rank=0), claim(1, 0, node_rank=0)], "node 0 .host x. should have local ranks 0 to 1"),
-    ([claim(0, 0, node_rank=0, local_size=2), claim(1, 0, node_rank=1)], "rank 0 was told that 2 ranks are on node 0"),
+    ([claim(0, 0, node_rank=0, local_size=2), claim(1, 0, node_rank=1)], "rank 0 counts 2 ranks on node 0"),
     (
         [claim(0, 0, node_world_size=2), claim(1, 1)],
-        "rank 0 was told of 2 nodes, but there are 1; set GROUP_",
+        "rank 0 counts 2 nodes, but there are 1; set GROUP_",
     ),
     ([claim(0, 0, world_size=2), claim(1, 1, world_size=3)], r"different world sizes: 2 \(ranks 0\); 3 \(ranks 1\)"),
 ]

@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 
 from tests.unit.test_federate import STATE, OtherCell
+from xffl.distributed.several_worlds.cell_notes import LoneNotes
 from xffl.errors import ConfigError
 from xffl.integrations.checkpoints import CellCheckpoints
 from xffl.integrations.dealing import deal_out
@@ -76,6 +77,45 @@ def test_isolated_cells_need_checkpoints_of_like_steps(given: list[dict[str, Any
         check_saves(trainer, isolated)
     elastic: Any = SimpleNamespace(isolated=None, cells=2)
     check_saves(trainer, elastic)  # goes on from its own
+
+
+class LongerCell(LoneNotes):
+    """Notes of a cell beside another one whose epochs have as many batches as it has told."""
+
+    def __init__(self, batches: int) -> None:
+        super().__init__()
+        self._batches = batches
+
+    def gather(self, name: str) -> tuple[str, ...]:
+        return (*super().gather(name), f"{self._batches} 1")
+
+
+@pytest.mark.parametrize(
+    ("given", "others", "every", "text"),
+    [
+        ([{}], 36, 10, r"20, 36 batches in the cells.* add ModelCheckpoint\(every_n_train_steps=100\)"),
+        ([{"every_n_epochs": 2}, {"monitor": "loss", "every_n_train_steps": 10}], 36, None, "20, 36 batches"),
+        ([{}], 20, 10, None),
+        ([{}, {"every_n_train_steps": 10}], 36, 10, None),
+        ([{"save_weights_only": True}], 36, 10, None),
+        ([{}], 36, {"name": "epochs", "epochs": 1, "steps_per_epoch": [20, 36]}, None),
+    ],
+)
+def test_isolated_cells_with_unequal_epochs_need_checkpoints_of_steps(
+    given: list[dict[str, Any]], others: int, every: Any, text: str | None
+) -> None:
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from xffl.integrations.lightning.refusals import check_epochs
+
+    trainer = SimpleNamespace(
+        checkpoint_callbacks=[ModelCheckpoint("here", **options) for options in given],
+        num_training_batches=20,
+        accumulate_grad_batches=1,
+    )
+    isolated: Any = SimpleNamespace(isolated=object(), cells=2, cell=0)
+    with pytest.raises(ConfigError, match=text) if text else nullcontext():
+        check_epochs(trainer, isolated, LongerCell(others), every)
 
 
 def test_loaders_whose_data_nobody_dealt_out_are_refused() -> None:

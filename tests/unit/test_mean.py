@@ -67,6 +67,30 @@ def test_fp32_against_exact_fractions(pairs: list[tuple[float, float]]) -> None:
     assert abs(Fraction(out.item()) - exact) <= Fraction(2e-7) * bound + Fraction(2) ** -148
 
 
+@pytest.mark.parametrize(("weights", "heavier"), [([1.0, 1.0], 0), ([1.0, 3.0], 1), ([5.0, 1.0], 0)])
+def test_two_fp32_values_are_combined_in_fp32(weights: list[float], heavier: int) -> None:
+    """Four operations, or three where both weigh alike, each rounded to fp32: all cells have these bits."""
+    values = [torch.randn(3 * CHUNK + 5, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+    out = torch.empty_like(values[0])
+    weighted_mean(values, weights, out)
+    base, other = (values[index].numpy() for index in (heavier, 1 - heavier))
+    half = np.float32(0.5)
+    step = base * half - other * half
+    share = min(weights) / sum(weights)
+    right = base - (step if share == 0.5 else step * np.float32(2.0 * share))
+    assert same_bits(out, torch.from_numpy(right))
+    wide = (weights[0] * values[0].double() + weights[1] * values[1].double()) / sum(weights)
+    assert not torch.equal(out, wide.float())
+
+
+@pytest.mark.parametrize("light", [1e-20, 1e-42])
+def test_of_two_values_one_may_weigh_next_to_nothing(light: float) -> None:
+    """Where fp32 cannot hold the share of one of them, the mean is computed in 64 bits."""
+    out = torch.empty(1)
+    weighted_mean([torch.zeros(1), torch.tensor([3e38])], [1.0, light], out)
+    assert out.item() == pytest.approx(3e38 * light, rel=1e-6)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_short_floats_are_the_fp32_mean_rounded_once(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)

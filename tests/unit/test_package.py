@@ -15,6 +15,7 @@ import shlex
 import subprocess
 import sys
 import types
+from collections.abc import Iterator
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -380,8 +381,8 @@ READ_WITHOUT_LIMIT = {
     },
     "files of the kernel and the administrator": {
         "probe: path.read_text()",
-        "probe: (own / 'type').read_text()",
-        "probe: (own / 'uevent').read_text()",
+        "probe: (link / 'type').read_text()",
+        "probe: (link / 'uevent').read_text()",
         "probe: Path('/proc/self/mounts').read_text()",
         "run_lock: Path('/proc/uptime').read_text()",
         "run_lock: Path(f'/proc/{process}/stat').read_text(errors='replace')",
@@ -451,6 +452,27 @@ def test_digits_are_those_of_ascii() -> None:
             if (is_test and path.name != "checks.py") or (is_text and r"\d" in node.value):
                 found.append(f"{path.relative_to(PACKAGE)}:{node.lineno}")
     assert found == []
+
+
+def _run_at_import(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the parts of a module that run when it is imported: all but the bodies of functions."""
+    for child in ast.iter_child_nodes(node):
+        is_body = isinstance(node, ast.FunctionDef) and child in node.body
+        if not (is_body or isinstance(node, ast.Lambda)):
+            yield child
+            yield from _run_at_import(child)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_no_module_keeps_the_environment_that_was_there_at_its_import(path: Path) -> None:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    lines = [part.lineno for part in _run_at_import(tree) if isinstance(part, ast.expr) and "os.environ" in _name(part)]
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module == "os"]
+    assert lines == [] and not any(alias.name == "environ" for node in imports for alias in node.names), "take ENVIRON"
+
+
+def _name(node: ast.expr) -> str:
+    return ast.unparse(node) if isinstance(node, ast.Attribute) else ""
 
 
 def test_contributing_says_where_things_are() -> None:

@@ -8,10 +8,11 @@ from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
+import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from tests.ports import free_port
-from xffl.elastic.rank_meeting import await_ranks, connect_store
+from xffl.elastic.rank_meeting import await_ranks, connect_store, keys_of_group
 
 
 def meet(names: list[str], size: int, *, within_s: float, find_lost: Callable[[], str] | None = None) -> dict[str, str]:
@@ -66,3 +67,20 @@ def test_a_store_that_has_ended_is_not_waited_for() -> None:
     with pytest.raises(RuntimeError, match="nothing listens at 127.0.0.1:"):
         connect_store(f"127.0.0.1:{free_port()}", within_s=600)
     assert time.monotonic() - begun < 60
+
+
+def test_all_that_ranks_leave_at_the_store_is_known_by_name() -> None:
+    limit = timedelta(seconds=30)
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=limit)
+
+    def come(rank: int) -> None:
+        store = PrefixStore("7/3", TCPStore("127.0.0.1", server.port, is_master=False, timeout=limit))
+        await_ranks(store, 3, within_s=60)
+        dist.ProcessGroupGloo(store, rank, 3, limit)
+
+    ranks = [threading.Thread(target=come, args=[rank]) for rank in range(3)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    assert {*server.list_keys()} == {*keys_of_group("7/3", 3)} - {"7/3/lost"}

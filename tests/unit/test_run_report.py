@@ -12,6 +12,7 @@ import sys
 import time
 import tracemalloc
 import xml.etree.ElementTree as ET
+from functools import partial
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -23,13 +24,12 @@ import pytest
 from xffl.cli.main import main
 from xffl.errors import ConfigError
 from xffl.planning.text import bytes_text
-from xffl.run_report import Report, reader, write_report
-from xffl.run_report.figures import rounds_figure, thin, traffic_figure, value_figure
+from xffl.run_report import Report, catalogue, reader, write_report
+from xffl.run_report.figures import bars_figure, rounds_figure, thin, traffic_figure, value_figure
 from xffl.run_report.reader import read_run
 from xffl.run_report.summary import (
     is_better_high,
     label_text,
-    mean_phases,
     number_text,
     printable,
     read_settings,
@@ -228,6 +228,7 @@ def test_the_page_tells_them(one: tuple[Report, Page]) -> None:
     assert page.row("command") == ["xffl exec 'a b.yaml'"] and "numpy 2.4" in page.text
     assert "no checkpoint 'final'" in page.text
     expected = {"train/loss", "train/learning_rate", "val/accuracy", "rounds", "phases", "traffic", "partition"}
+    expected |= {"seconds by phase"}
     expected |= {"throughput/samples_per_s", "throughput/steps_per_s", "memory/resident_bytes", "topology"}
     expected |= {"rounds/update_norm", "rounds/codec_error", "rounds/divergence/rms"}
     assert {picture.title for picture in report.pictures} == expected
@@ -587,9 +588,47 @@ def test_what_is_shared_out_adds_up_over_cells_alone(tmp_path: Path) -> None:
     assert dict(summary_rows(read_run(write(tmp_path, files))))["tokens per s"] == "30"
 
 
-def test_phases_are_means_over_all_rounds(tmp_path: Path) -> None:
-    found = mean_phases(read_run(write(tmp_path, run_files())).rounds[0])
-    assert found == pytest.approx({"vote": 0.1, "across": 1.6 / 3, "pack": 0.2 / 3, "commit": 0.1 / 3, "wait": 0.1})
+def test_rounds_are_a_table(tmp_path: Path) -> None:
+    table = read_run(write(tmp_path, run_files())).round_table
+    assert len(table) == 6 and table["number"].tolist() == [1, 2, 3, 1, 2, 3]
+    cell = table.where("cell", 0)
+    means = {name.removeprefix("phase/"): float(cell[name].mean()) for name in table.names("phase/*")}
+    assert means == pytest.approx({"vote": 0.1, "across": 1.6 / 3, "pack": 0.2 / 3, "commit": 0.1 / 3, "wait": 0.1})
+    # Training stood still in all phases of both blocking rounds, and in three of the delayed one.
+    still = {name.removeprefix("exposed/"): float(cell[name].sum()) for name in table.names("exposed/*")}
+    assert still == pytest.approx({"vote": 0.2, "across": 0.6, "pack": 0.2, "commit": 0.1, "wait": 0.3})
+    # The run began at second 1; the rest of the time up to second 18 was between rounds.
+    assert cell["between rounds"].tolist() == pytest.approx([4.5, 5.25, 5.4])
+    assert cell["between rounds"].sum() + cell["exposed"].sum() == pytest.approx(17.0)
+    assert not table["phase/none"].any() and table.sorted_by("time")["cell"].tolist() == [0, 1] * 3
+
+
+def test_a_figure_is_an_entry_of_a_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    median = catalogue.RoundFigure(
+        title="usual phases",
+        description="Stacked bars.",
+        columns=("phase/*",),
+        draw=partial(bars_figure, reduce=np.median, title="usual phases", x_label="median", caption="Medians."),
+    )
+    monkeypatch.setattr(catalogue, "ROUND_FIGURES", (*catalogue.ROUND_FIGURES, median))
+    monkeypatch.setattr(catalogue, "ROUND_FIGURES", catalogue.ROUND_FIGURES[-2:])
+    report = write_report([write(tmp_path, {"rounds/cell_0.jsonl": run_files()["rounds/cell_0.jsonl"]})])
+    shown = [picture for picture in report.pictures if picture.section == "Rounds and traffic"]
+    assert [picture.file for picture in shown] == ["traffic.png", "usual_phases.png"]
+    assert shown[-1].caption == "Medians." and (report.page.parent / "usual_phases.png").is_file()
+
+
+def test_seconds_of_each_cell_by_phase(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    figure = next(figure for figure in catalogue.ROUND_FIGURES if figure.title == "seconds by phase")
+    run = read_run(write(tmp_path, run_files()))
+    drawn, caption = figure.draw([run], figure.columns)
+    (axes,) = drawn.axes
+    widths = {str(bars.get_label()): [bar.get_width() for bar in bars] for bars in axes.containers}
+    assert list(widths) == ["between rounds", "vote", "pack", "across", "commit", "wait"]
+    assert widths["between rounds"] == pytest.approx([15.15, 15.15]) and widths["across"] == pytest.approx([0.6, 0.6])
+    assert axes.get_xlabel() == "time up to the last round (s)" and "validations" in caption
 
 
 def cells_of(*steps: int) -> dict[str, Any]:

@@ -13,7 +13,10 @@ from tests.worlds import fake_world
 from xffl.distributed import DistributedState
 from xffl.distributed.agreement.consistency import ranks_text
 from xffl.distributed.distributed_state import create_device_mesh
+from xffl.distributed.groups import new_group
+from xffl.distributed.round_groups import make_round_groups
 from xffl.errors import ConfigError, StateError, TopologyError
+from xffl.topology import Topology
 
 CPU = torch.device("cpu")
 WORLD = 4096
@@ -101,6 +104,25 @@ def test_one_handle_for_each_stream() -> None:
         assert len(state._setups[-1].groups) == 1 + 1 + 3 + 3  # the placeholders of a rank that sends nothing, too
         with pytest.raises(StateError, match="made groups for 3"):
             state.set_exec_device(CPU)
+
+
+def test_rounds_make_handles_for_the_groups_whose_handles_they_use_in_turn() -> None:
+    """With four CUDA streams: seven groups, of which NCCL connects each; of four replica groups it used one."""
+    made: list[str] = []
+
+    def create(ranks: tuple[int, ...], name: str) -> dist.ProcessGroup:
+        made.append(name)
+        return new_group(ranks, 60.0, name)
+
+    with fake_world(8, 4):
+        groups = make_round_groups(create, Topology(8, (4, 4), 2), rank=4, timeout_s=60.0, handles=4)
+    assert made == ["xffl_federation", "xffl_replica", *["xffl_federated"] * 4]
+    assert {kind: len(handles or ()) for kind, handles in groups.items()} == {
+        "world": 1,
+        "federation": 1,
+        "replica": 1,
+        "federated": 4,
+    }
 
 
 def test_a_new_state_says_nothing() -> None:

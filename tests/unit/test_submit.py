@@ -170,7 +170,7 @@ def test_setup_may_use_what_is_not_set_and_may_be_a_file(tmp_path: Path) -> None
     script = render_script(SlurmConfig(setup=("false",)), job(command=("echo", "started")), find_template())
     ran = subprocess.run(["bash"], input=script, capture_output=True, text=True, check=False)
     assert (ran.returncode, ran.stdout) == (1, "")  # what fails there ends the job
-    with pytest.raises(ConfigError, match=r"slurm.setup is 'nowhere.sh', and no such file"):
+    with pytest.raises(ConfigError, match=r"slurm.setup is 'nowhere.sh', and there is no such file"):
         render_script(SlurmConfig(setup="nowhere.sh"), job(), find_template())
 
 

@@ -237,7 +237,8 @@ class Aggregator:
         coordinate = scope.coordinate or RoundCoordinator
         coordinator = coordinate(exchange, scope, options, number)
         coordinator.connect()
-        first_round = FirstRound(
+        make_first_round = scope.make_first_round or FirstRound
+        first_round = make_first_round(
             manifest=compared.manifest,
             scope=scope,
             round_groups=exchange.round_groups,

@@ -188,7 +188,8 @@ class FederatedScaling:
             self._step_hooks = self._make_joining_hooks()
         self._handles: list[RemovableHandle] = []
         """The hooks of optimizers and model, while the block is entered."""
-        self._tells_copies = state.is_first_of_job and rounds.may_average
+        takes_copies = config.moments is not None and config.moments.mode == "average"
+        self._tells_copies = state.is_first_of_job and rounds.may_average and not takes_copies
         """Whether this rank says what rounds do not average."""
         self._observers: tuple[StepObserver, ...] = ()
         """What features do at each step, while the block is entered."""

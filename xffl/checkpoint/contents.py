@@ -29,7 +29,7 @@ from xffl.checkpoint.torch_files import load_archive
 from xffl.checks import shown
 from xffl.distributed.replicas.plain_values import Plain, from_plain, tensors_named, to_plain
 from xffl.distributed.values.sharding import local_tensor, sharded_parameters
-from xffl.errors import CheckpointError, ConfigError
+from xffl.errors import CheckpointError, ConfigError, OtherLayoutError
 from xffl.files import create, naming_errors, sync
 from xffl.json_text import parse_json
 from xffl.topology import Topology
@@ -493,7 +493,7 @@ def select_rank_state(
         )
     saved, here = _layout(record.cells, record), _layout(topology.sizes, topology)
     if wanted and saved != here:
-        raise ConfigError(
+        raise OtherLayoutError(
             f"checkpoint {folder} was saved by {saved}, this run is {here}: what each rank keeps for itself, "
             f"{sorted(wanted)}, fits that layout only; start in it, or give reset={sorted(wanted)} (a trainer's "
             "experiment.reset: true) to leave these as they are"

@@ -87,10 +87,10 @@ def run(options: Namespace) -> int:
 
 def _start(options: Namespace) -> int:
     """Start the processes as ``xffl exec`` does, and measure there."""
-    found = detect_environment()
-    if found.world_size > 1:
+    place = detect_environment()
+    if place.world_size > 1:
         raise ConfigError(
-            f"--processes is {options.processes}, but {found.launcher} has started {found.world_size} processes "
+            f"--processes is {options.processes}, but {place.launcher} has started {place.world_size} processes "
             "already; leave it out"
         )
     if options.processes < 2:

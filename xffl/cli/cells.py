@@ -36,7 +36,7 @@ examples:
   xffl cells file:runs/demo/lighthouse --forget 2
 
 A cell is lost if its heartbeats have stopped: it failed, hangs, is cut off, or has finished. Round, ranks and store are
-those that it told at the last meeting, if it was there. The page of the lighthouse and the run's journal are read; no
+those that it gave at the last meeting, if it took part. The page of the lighthouse and the run's journal are read; no
 cell is asked.
 """
 _LOOK_S = 2.0
@@ -47,7 +47,9 @@ _FORGET_S = 10.0
 
 def build_parser() -> ArgumentParser:
     """Return the parser of the options."""
-    parser = command_parser("Show the cells of an elastic run: who lives, and who holds the newest model.", _EXAMPLES)
+    parser = command_parser(
+        "Show the cells of an elastic run: which are alive, and which hold the newest model.", _EXAMPLES
+    )
     address = "address of its lighthouse: http://HOST:PORT, or file:PATH with it"
     parser.add_argument("url", type=str, metavar="URL", help=address)
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -76,7 +78,7 @@ def run(options: Namespace) -> int:
         from rich.live import Live
 
         with Live(auto_refresh=False) as live:
-            _follow(options, journal, first, lambda *told: live.update(_draw_look(*told), refresh=True))
+            _follow(options, journal, first, lambda *look: live.update(_draw_look(*look), refresh=True))
     return 0
 
 
@@ -253,8 +255,8 @@ def _print_look(look: _Look, trouble: str, *, as_json: bool) -> None:
     status = look.status
     meeting = None if status.meeting is None else {"number": status.meeting, "age_s": status.age_s}
     cells = [_describe_cell(status, cell) for cell in status.cells]
-    told = {"lighthouse": look.url, "meeting": meeting, "cells": cells, "journal": _describe_journal(look)}
-    print(json.dumps(told), flush=True)
+    record = {"lighthouse": look.url, "meeting": meeting, "cells": cells, "journal": _describe_journal(look)}
+    print(json.dumps(record), flush=True)
 
 
 def _describe_cell(status: LighthouseStatus, cell: CellStatus) -> dict[str, Any]:
@@ -296,8 +298,8 @@ def _draw_look(look: _Look, trouble: str) -> Group:
         table.add_column(column, no_wrap=True, justify="left" if is_text else "right")
     for cell in status.cells:
         seen = None if cell.seen_s is None else f"{cell.seen_s:.1f} s ago"
-        told = {**_describe_cell(status, cell), "seen_s": seen, "met": "yes" if cell.has_met else "no"}
-        words = ["-" if value is None else visible(str(value)) for value in told.values()]
+        row = {**_describe_cell(status, cell), "seen_s": seen, "met": "yes" if cell.has_met else "no"}
+        words = ["-" if value is None else visible(str(value)) for value in row.values()]
         table.add_row(*words, style="red" if cell.is_lost else "")
     met = sum(cell.has_met for cell in status.cells)
     line = "no cells have met yet"

@@ -27,7 +27,7 @@ COMMANDS = {
     "aggregate": ("exports", "make a round from the exports of cells without a common network"),
     "exec": ("execute", "start a script or a configuration in several processes: here, by srun or by ssh"),
     "bench": ("bench", "time the paths between ranks, and rounds over them"),
-    "cells": ("cells", "show the cells of an elastic run: who lives, and who holds the newest model"),
+    "cells": ("cells", "show the cells of an elastic run: which are alive, and which hold the newest model"),
     "consolidate": ("exports", "write a checkpoint's model as safetensors"),
     "doctor": ("doctor", "check the machines of a job before it waits in the queue"),
     "env": ("misc", "show which launcher started this process, and how that was detected"),
@@ -93,17 +93,17 @@ def main(argv: Sequence[str] | None = None) -> int:
                 one_of("command", words[0], tuple(COMMANDS))
             build_parser().parse_args(words)  # shows the help or the version, or says what is wrong
             return ExitCode.OK
-        name, own, script = words[0], words[1:], None
+        name, arguments, script = words[0], words[1:], None
         command = import_module(f"xffl.cli.{COMMANDS[name][0]}")
         if name == "exec":
             words, script = command.split_command(words)
-            own = words[1:]
+            arguments = words[1:]
         elif name == "submit":
-            own = command.join_elastic(own)
+            arguments = command.join_elastic(arguments)
         build, run = getattr(command, "COMMANDS", {}).get(name) or (command.build_parser, command.run)
         parser: ArgumentParser = build()
         parser.prog = f"xffl {name}"
-        options = parser.parse_args(own)
+        options = parser.parse_args(arguments)
         with nullcontext() if name in _RAW else visible_output():
             code: int = run(options) if script is None else run(options, script)
             sys.stdout.flush()
@@ -172,8 +172,8 @@ class CommandParser(ArgumentParser):
         """Tell what is wrong with the words, and leave with exit code 2."""
         parser = getattr(ex, "subcommand_parser", None) or self
         name = parser.prog.replace(" [options]", "")
-        told = visible(" ".join(message.split())).rstrip(".")
-        print(f"{name}: {told}; {name} --help shows what it takes", file=sys.stderr)
+        line = visible(" ".join(message.split())).rstrip(".")
+        print(f"{name}: {line}; {name} --help shows what it takes", file=sys.stderr)
         sys.exit(int(ExitCode.REFUSED))
 
 
@@ -187,6 +187,6 @@ def build_parser() -> ArgumentParser:
     description = "Train one sharded model on several groups of GPUs that are joined by slow links."
     parser = command_parser(description, _EXAMPLES, prog="xffl", version=__version__)
     commands = parser.add_subcommands(required=True)
-    for name, (_, told) in COMMANDS.items():
-        commands.add_subcommand(name, command_parser(), help=told)
+    for name, (_, summary) in COMMANDS.items():
+        commands.add_subcommand(name, command_parser(), help=summary)
     return parser

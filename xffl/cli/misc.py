@@ -80,17 +80,17 @@ def _parse_env() -> ArgumentParser:
 def _env(options: Namespace) -> int:
     """Print what was detected. Under an MPI launcher it is collective, like the detection itself."""
     interface = use_interface(None)
-    found = environment.detect_environment()
+    place = environment.detect_environment()
     federated, hsdp = environment.requested_federation()
     missing = {row.name: row.missing(os.environ) for row in LAUNCHERS if row.is_told}
     if options.json:
-        told = {**asdict(found), "federated": federated, "hsdp": hsdp, "interface": interface, "missing": missing}
-        print(json.dumps(told, indent=2))
+        values = {**asdict(place), "federated": federated, "hsdp": hsdp, "interface": interface, "missing": missing}
+        print(json.dumps(values, indent=2))
         return 0
-    rendezvous = "none is needed" if found.master_addr is None else f"{found.master_addr}:{found.master_port}"
-    print(f"launcher    {found.launcher}\nwhy         {found.reason}\nrank        {found.rank} of {found.world_size}")
-    print(f"on its node {found.node_local_rank} of {_told(found.node_local_size)}")
-    print(f"node        {_told(found.node_rank)} of {_told(found.node_world_size)}\nrendezvous  {rendezvous}")
+    rendezvous = "none is needed" if place.master_addr is None else f"{place.master_addr}:{place.master_port}"
+    print(f"launcher    {place.launcher}\nwhy         {place.reason}\nrank        {place.rank} of {place.world_size}")
+    print(f"on its node {place.node_local_rank} of {_told(place.node_local_size)}")
+    print(f"node        {_told(place.node_rank)} of {_told(place.node_world_size)}\nrendezvous  {rendezvous}")
     print(f"federation  XFFL_FEDERATED {_shown(federated)}, XFFL_HSDP {_shown(hsdp)}")
     print(f"interface   XFFL_IFNAME {_shown(interface)}")
     print("launchers   in the order in which they were looked for:")
@@ -98,7 +98,7 @@ def _env(options: Namespace) -> int:
         if not row.is_told:  # it has not been at work, or this process would have been refused
             continue
         verdict = "no, " + ("it comes later" if row.matches(os.environ) else "its variables are another step's")
-        if row.name == found.launcher:
+        if row.name == place.launcher:
             verdict = "yes"
         elif missing[row.name]:
             verdict = f"no, without {', '.join(missing[row.name])}"
@@ -150,7 +150,7 @@ def _init(options: Namespace) -> int:
 
 def _templates() -> dict[str, Traversable]:
     folder = files("xffl.cli") / "templates"
-    return {one.name: one for one in folder.iterdir() if one.is_dir() and not one.name.startswith("_")}
+    return {path.name: path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("_")}
 
 
 def _parse_list() -> ArgumentParser:
@@ -215,8 +215,8 @@ def _logs(options: Namespace) -> int:
     """Show the files."""
     ranks = None if options.ranks is None else _read_ranks(options.ranks)
     folder = Path(options.folder)
-    found = {file.rank for file in list_rank_files(folder)}
-    if not options.follow and not (found if ranks is None else found & ranks):
+    present = {file.rank for file in list_rank_files(folder)}
+    if not options.follow and not (present if ranks is None else present & ranks):
         shown = "any rank" if ranks is None else f"ranks {options.ranks}"
         raise ConfigError(f"folder {options.folder!r} has no log file of {shown}; give the folder of --log-dir")
     stream = Stream(folder, sys.stdout.buffer, ranks)
@@ -256,9 +256,9 @@ def _report(options: Namespace) -> int:
 
     written = write_report(options.runs, options.out)
     print(printable(f"{written.page} and {len(written.pictures)} figures beside it"))
-    for one in written.runs:
-        for note in one.notes:
-            print(printable(f"  {one.name}: {note}"))
+    for run in written.runs:
+        for note in run.notes:
+            print(printable(f"  {run.name}: {note}"))
     return 0
 
 

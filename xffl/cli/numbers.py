@@ -31,9 +31,9 @@ def count(text: str | int) -> int:
     :return: The number.
     :raises ArgumentTypeError: if it is none, or has a fraction.
     """
-    found = _match(_COUNT, text)
-    if found is not None:
-        value = Decimal(found[1]) * _TIMES[found[2].lower()]
+    match = _match(_COUNT, text)
+    if match is not None:
+        value = Decimal(match[1]) * _TIMES[match[2].lower()]
         if abs(value) <= _LARGEST and value == value.to_integral_value():
             return int(value)
     raise ArgumentTypeError(f"{_shown(text)} is no whole number; give one such as 12, 70e9, 7b or 7_000_000_000")
@@ -46,11 +46,11 @@ def size_in(unit: int) -> Callable[[Any], float]:
     """
 
     def size(text: str | float) -> float:
-        found = _match(_SIZE, text)
-        if found is not None and not (found[3] and not found[2]):
-            base = 1024 if found[3] else 1000
-            is_bare = not (found[2] or found[4])
-            value = Decimal(found[1]) * (1 if is_bare else Decimal(base ** _POWERS[found[2].lower()]) / unit)
+        match = _match(_SIZE, text)
+        if match is not None and not (match[3] and not match[2]):
+            base = 1024 if match[3] else 1000
+            is_bare = not (match[2] or match[4])
+            value = Decimal(match[1]) * (1 if is_bare else Decimal(base ** _POWERS[match[2].lower()]) / unit)
             if abs(value) <= _LARGEST:
                 return float(value)
         raise ArgumentTypeError(f"{_shown(text)} is no size; give one such as 4, 64MiB or 5GB")

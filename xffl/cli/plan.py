@@ -143,18 +143,18 @@ def build_parser() -> ArgumentParser:
         "--startup", action="store_true", help="forecast what ranks ask of rank 0's store, their connections and votes"
     )
     group = parser.add_argument_group("with --simulate")
-    for name, metavar, told in _NUMBERS:
+    for name, metavar, text in _NUMBERS:
         read = size_in(2**20) if metavar == "MIB" else real
-        group.add_argument(_option(name), type=read, metavar=metavar, help=told)
-    for name, told in _COUNTS:
-        group.add_argument(_option(name), type=count, metavar="N", help=told)
+        group.add_argument(_option(name), type=read, metavar=metavar, help=text)
+    for name, text in _COUNTS:
+        group.add_argument(_option(name), type=count, metavar="N", help=text)
     group.add_argument(
         "--form", choices=("auto", "all_gather", "two_hop"), help="how shards reach all cells (default: auto)"
     )
     group.add_argument("--backend", choices=("gloo", "nccl"), help="communication library (default: gloo)")
     group.add_argument("--codec", type=str, metavar="NAME", help="how values cross: bf16, int8, ... (default: none)")
-    for name, told in _FLAGS:
-        group.add_argument(_option(name), action="store_true", help=told)
+    for name, text in _FLAGS:
+        group.add_argument(_option(name), action="store_true", help=text)
     group = parser.add_argument_group("hosts; by default those of the SLURM job of this shell")
     group.add_argument(
         "--hosts", type=str, metavar="LIST", help="a:4,b[1-3]:8 (host:ranks), or @FILE with one host per line"
@@ -164,10 +164,10 @@ def build_parser() -> ArgumentParser:
     )
     group = parser.add_argument_group("inside a cell; with --params the memory of a rank and the traffic of a step")
     group.add_argument("--strategy", choices=_STRATEGIES, help="how the model is spread (default: as --mesh or --hsdp)")
-    for name, metavar, told in _TYPES:
-        group.add_argument(_option(name), type=str, metavar=metavar, help=told)
-    for name, told in _SIZES:
-        group.add_argument(_option(name), type=count, metavar="N", help=told)
+    for name, metavar, text in _TYPES:
+        group.add_argument(_option(name), type=str, metavar=metavar, help=text)
+    for name, text in _SIZES:
+        group.add_argument(_option(name), type=count, metavar="N", help=text)
     group.add_argument("--keep-gathered", action="store_true", help="FSDP keeps layers whole for the backward pass")
     group.add_argument("--loss-parallel", action="store_true", help="tensor-parallel logits stay sharded")
     return parser
@@ -213,10 +213,10 @@ def run(options: Namespace) -> int:
         raise ConfigError(f"--link-gbps {options.link_gbps} needs the model's size; give --params, too")
     startup = _forecast_startup(topology) if options.startup else None
     if options.json:
-        told = {**_shape(topology), "traffic": traffic}
+        plan = {**_shape(topology), "traffic": traffic}
         parts = (("forecast", forecast), ("inside", inside), ("placement", hosts), ("startup", startup))
-        told |= {name: part for name, part in parts if part is not None}
-        print(json.dumps(told, indent=2))
+        plan |= {name: part for name, part in parts if part is not None}
+        print(json.dumps(plan, indent=2))
         return 0
     print(topology_text(topology))
     if hosts is not None:
@@ -224,7 +224,7 @@ def run(options: Namespace) -> int:
     if inside is not None:
         axes = inside["axes"]
         print(f"\n{mesh_text(axes, first_rank=inside['first_rank'], cell=inside['cell'])}")
-        print("".join(f"  {axis:<12}  {told}\n" for axis, told in MOVES.items() if axes[axis] > 1), end="")
+        print("".join(f"  {axis:<12}  {moved}\n" for axis, moved in MOVES.items() if axes[axis] > 1), end="")
     sections = []
     if traffic is not None:
         sections.append((traffic_lines(traffic), traffic["assumptions"]))
@@ -529,12 +529,12 @@ def _find_hosts(options: Namespace, federated: Federation | None) -> tuple[Host,
 
 def _read_topology(file: str) -> dict[str, tuple[str, ...]]:
     try:
-        found = read_topology(read_given(Path(file)))
+        recorded = read_topology(read_given(Path(file)))
     except (OSError, ValueError, LaunchError) as error:
         raise ConfigError(f"--topology {file}: {error}; give what scontrol show topology prints") from error
-    if not found:
+    if not recorded:
         raise ConfigError(f"--topology {file} names no switch with nodes; give what scontrol show topology prints")
-    return found
+    return recorded
 
 
 def _order(hosts: tuple[Host, ...], federated: Federation | None, replica_size: int | None) -> Arrangement:
@@ -574,24 +574,24 @@ def _describe_hosts(arrangement: Arrangement, topology: Topology, federated: Fed
 def _host_lines(placed: dict[str, Any]) -> list[str]:
     """Write for people what :func:`_describe_hosts` returns."""
     by = "" if placed["rule"] is None else f", with cells by {placed['rule']}"
-    told = ["", f"Hosts in the order of their ranks{by}:"]
+    lines = ["", f"Hosts in the order of their ranks{by}:"]
     for place, cell in enumerate(placed["cells"][:_MAX_CELLS]):
         hosts, name = cell["hosts"], "" if cell["name"] is None else f" ({cell['name']})"
-        told.append(f"  cell {place}{name}: {_span('rank', *cell['ranks'])} on {counted(len(hosts), 'host')}")
+        lines.append(f"  cell {place}{name}: {_span('rank', *cell['ranks'])} on {counted(len(hosts), 'host')}")
         width = max(len(host["name"]) for host in hosts[:_MAX_HOSTS])
         for host in hosts[:_MAX_HOSTS]:
             ranks = _span("rank", *host["ranks"])
             replicas = _span("replica", host["replicas"][0], host["replicas"][-1])
             below = f"  below {'.'.join(host['switches'])}" if host["switches"] else ""
-            told.append(f"    {host['name']:<{width}}  {ranks:<14}  {replicas:<14}{below}".rstrip())
+            lines.append(f"    {host['name']:<{width}}  {ranks:<14}  {replicas:<14}{below}".rstrip())
         if len(hosts) > _MAX_HOSTS:
-            told.append(f"    and {len(hosts) - _MAX_HOSTS} more hosts")
+            lines.append(f"    and {len(hosts) - _MAX_HOSTS} more hosts")
         counts = sorted(Counter(cell["hosts_of_replicas"]).items())
         each = [f"{counted(n, 'replica')} on {counted(k, 'host')}{' each' if n > 1 else ''}" for k, n in counts]
-        told.append(f"    {', '.join(each)}")
+        lines.append(f"    {', '.join(each)}")
     if len(placed["cells"]) > _MAX_CELLS:
-        told.append(f"  and {len(placed['cells']) - _MAX_CELLS} more cells")
-    return told
+        lines.append(f"  and {len(placed['cells']) - _MAX_CELLS} more cells")
+    return lines
 
 
 def _span(what: str, first: int, last: int) -> str:
@@ -630,14 +630,14 @@ def _describe_cell(options: Namespace, topology: Topology) -> dict[str, Any] | N
 
     cell = topology.sizes.index(min(topology.sizes))
     axes = _axes(options, topology, cell)
-    told = {"cell": cell, "ranks": topology.sizes[cell], "axes": axes, "first_rank": topology.offsets[cell]}
-    told |= {"strategy": options.strategy or DeviceParameters(**axes).strategy, "zero_stage": _zero(options)}
-    told |= dict.fromkeys(("memory", "total_bytes", "traffic", "strategies", "assumptions"))
+    result = {"cell": cell, "ranks": topology.sizes[cell], "axes": axes, "first_rank": topology.offsets[cell]}
+    result |= {"strategy": options.strategy or DeviceParameters(**axes).strategy, "zero_stage": _zero(options)}
+    result |= dict.fromkeys(("memory", "total_bytes", "traffic", "strategies", "assumptions"))
     if options.params is not None:
-        return told | _counted(options, topology, axes)
+        return result | _counted(options, topology, axes)
     if unread := [_option(name) for name in asked if name not in ("strategy", "mesh", "dtype", "zero_stage")]:
         raise ConfigError(f"no effect without --params: {', '.join(unread)}")
-    return told
+    return result
 
 
 class _TrainingSizes(NamedTuple):
@@ -701,18 +701,18 @@ def _compare(
         choices[f"hsdp, {describe_mesh(half)}"] = (half, 0)
     if ranks > 1:
         choices |= {f"deepspeed, ZeRO {stage}": ({"dp_shard": ranks}, stage) for stage in (1, 2, 3)}
-    own = ({axis: size for axis, size in axes.items() if size > 1}, zero)
-    if own not in choices.values():
-        choices[f"this, {describe_mesh(axes)}"] = own
+    asked_for = ({axis: size for axis, size in axes.items() if size > 1}, zero)
+    if asked_for not in choices.values():
+        choices[f"this, {describe_mesh(axes)}"] = asked_for
     if training.optimizer == "adafactor":  # which cannot take parameters that are cut
-        choices = {name: choice for name, choice in choices.items() if name in ("single", "ddp") or choice == own}
-    found = {}
+        choices = {name: choice for name, choice in choices.items() if name in ("single", "ddp") or choice == asked_for}
+    forecasts = {}
     for name, (mesh, stage) in choices.items():
         memory = rank_memory(mesh, model, training, zero=stage, **rounds)
         sent = step_traffic(mesh, model, training, zero=stage)
         row = {part.what: part.bytes for part in memory}
-        found[name] = {**row, "total": total_bytes(memory), "sends": total_bytes(sent)}
-    return found
+        forecasts[name] = {**row, "total": total_bytes(memory), "sends": total_bytes(sent)}
+    return forecasts
 
 
 def _asked_mesh(options: Namespace, replica_size: int | None) -> DeviceParameters | None:

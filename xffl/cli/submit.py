@@ -135,7 +135,7 @@ def run(options: Namespace) -> int:
     if options.follow and options.no_follow:
         raise ConfigError("--follow and --no-follow are both given; leave one of them out")
     if options.require_cells is not None:
-        integer("--require-cells", options.require_cells)  # told before it queues
+        integer("--require-cells", options.require_cells)  # reported before it queues
     if options.elastic is None:
         for name in ("cells", "cell"):
             if options[name] is not None:
@@ -207,7 +207,7 @@ def _slurm_words(options: Namespace) -> list[str]:
 
 
 def _plan_configuration(file: str, words: Sequence[str], options: Namespace) -> list[tuple[Job, SlurmConfig]]:
-    """Read a configuration for each task of the job, so that mistakes are told before it queues."""
+    """Read a configuration for each task of the job, so that mistakes are reported before it queues."""
     from xffl.training.config.configuration import read_job, read_words
 
     _, resolved = read_job(file, [*_slurm_words(options), *words])
@@ -222,8 +222,8 @@ def _plan_configuration(file: str, words: Sequence[str], options: Namespace) -> 
             "add the signal to experiment.preempt_signals, or give --slurm.signal_s null"
         )
     taken = read_words(words)
-    passed = [f"--config={one}" for one in taken.files]
-    others = (one for one in taken.settings if one[0].split(".")[0] != "slurm")
+    passed = [f"--config={given}" for given in taken.files]
+    others = (given for given in taken.settings if given[0].split(".")[0] != "slurm")
     passed += [f"--{key}{'+' * is_added}={text}" for key, text, is_added in others]
     if options.elastic is not None:
         elastic = _Elastic(name, run_folder, [file, *passed], options, is_exclusive=experiment is not None)
@@ -234,11 +234,11 @@ def _plan_configuration(file: str, words: Sequence[str], options: Namespace) -> 
         if experiment is not None and not {"experiment.name", "experiment.output_dir"} & changes.keys():
             changes |= {"experiment.output_dir": os.path.join(experiment.output_dir, f"task_{number}")}
         task = list(starmap(word_of, changes.items()))
-        _, one = read_job(file, [*_slurm_words(options), *words, *task])
-        if one.slurm != slurm or tasks_of_node(slurm, one.launch.processes) != layout:
+        _, given = read_job(file, [*_slurm_words(options), *words, *task])
+        if given.slurm != slurm or tasks_of_node(slurm, given.launch.processes) != layout:
             raise ConfigError(f"slurm.array changes {', '.join(changes)}; all tasks of an array are of one shape")
         tasks.append(tuple(task))
-        folders.append(getattr(experiment_of(one), "output_dir", str(number)))
+        folders.append(getattr(experiment_of(given), "output_dir", str(number)))
     if (twice := next((folder for folder in folders if folders.count(folder) > 1), None)) is not None:
         raise ConfigError(f"several tasks of slurm.array write to {twice}; give each an experiment.output_dir")
     job = _job(
@@ -343,8 +343,8 @@ class _Elastic:
                 lives = environ | {"XFFL_EARLIER_JOBS": str(before)}
             if lives:
                 # Not in the script's own lines, which a site may have replaced.
-                told = ("env", *(f"{name}={text}" for name, text in lives.items()))
-                job = dataclasses.replace(job, command=(*told, *job.command))
+                prefix = ("env", *(f"{name}={text}" for name, text in lives.items()))
+                job = dataclasses.replace(job, command=(*prefix, *job.command))
             planned.append((dataclasses.replace(job, cell=cell, is_exclusive=self.is_exclusive), shape))
         numbered = ((str(at), job) for at, (job, _) in enumerate(planned))
         logs = {expand_pattern(job.log, {"j": at, "A": at, "x": job.name}) for at, job in numbered}

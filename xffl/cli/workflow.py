@@ -86,13 +86,13 @@ def _init(options: Namespace) -> None:
         raise ConfigError(f"{options.configuration} has no federation.every of local steps; give it a number")
     # Refused now, not at the first round of jobs that have waited in queues.
     replace(asked, cell=f"0/{len(facilities)}")
-    if not any(isinstance(one, CheckpointCallback) for one in config.callbacks) or not config.experiment.resume:
+    if not any(isinstance(item, CheckpointCallback) for item in config.callbacks) or not config.experiment.resume:
         raise ConfigError(
             "each round is a job that goes on from the one before, but the configuration keeps nothing for it; give "
             "callbacks a CheckpointCallback, and leave experiment.resume true"
         )
     measured_by = facilities[0].name if options.measure is None else options.measure
-    if measured_by not in ("none", *(one.name for one in facilities)):
+    if measured_by not in ("none", *(item.name for item in facilities)):
         raise ConfigError(f"--measure is {measured_by!r}; give none or one of the facilities")
     workflow = Workflow(
         configuration=Path(options.configuration),
@@ -121,7 +121,7 @@ def _rounds(given: int | None, config: Any, every: int) -> int:
 def _sizes(facilities: tuple[Facility, ...], resolved: Any) -> tuple[int, ...] | None:
     """Return the ranks of each cell, where facilities or the configuration say them."""
     if facilities[0].processes is not None:
-        return tuple(one.processes or 0 for one in facilities)
+        return tuple(facility.processes or 0 for facility in facilities)
     for federated in (resolved.launch.federated, getattr(resolved.config.distributed, "federated", None)):
         if isinstance(federated, int):
             return (federated,) * len(facilities)
@@ -144,29 +144,29 @@ def _begin(options: Namespace) -> None:
     results, last = Path(options.results), None
     _make(results)
     rounds = integer("--rounds", options.rounds, 1, COUNT_LIMIT)
-    made = {int(found[1]) for path in results.iterdir() if (found := _ROUND.fullmatch(path.name)) is not None}
+    made = {int(match[1]) for path in results.iterdir() if (match := _ROUND.fullmatch(path.name)) is not None}
     for number in sorted((one for one in made if first <= one <= rounds), reverse=True):
         if is_written(results / f"round_{number}", "global", {"round": number}):
             last = number
             break
-    told: dict[str, Any] = {"round": first if last is None else last + 1, "start": None}
+    state: dict[str, Any] = {"round": first if last is None else last + 1, "start": None}
     if last is not None:
         print(locate_checkpoint(results / f"round_{last}"))
-        told["start"] = {"class": "Directory", "location": "start"}
-    told["more"] = told["round"] <= options.rounds
-    write_whole(Path("cwl.output.json"), json.dumps(told) + "\n")
-    where = f"round {told['round']} is the next of {options.rounds}" if told["more"] else "all rounds are made"
+        state["start"] = {"class": "Directory", "location": "start"}
+    state["more"] = state["round"] <= options.rounds
+    write_whole(Path("cwl.output.json"), json.dumps(state) + "\n")
+    where = f"round {state['round']} is the next of {options.rounds}" if state["more"] else "all rounds are made"
     print(where, file=sys.stderr)
 
 
 def _record(options: Namespace) -> None:
     hint = "give what xffl exec --measure has written"
-    told = read_fields(Path(options.metrics), hint=hint, limit=_MAX_BYTES)
-    number = told.integer("round")
-    values = told.mapping_of("metrics", _MAX_VALUES, _read_value)
+    record = read_fields(Path(options.metrics), hint=hint, limit=_MAX_BYTES)
+    number = record.integer("round")
+    values = record.mapping_of("metrics", _MAX_VALUES, _read_value)
     folder = Path(options.results) / "metrics"
     _make(folder)
-    written = {name: told.any(name) for name in told}
+    written = {name: record.any(name) for name in record}
     write_whole(folder / f"round_{number}.json", json.dumps(written, indent=1) + "\n")
     print(f"round {number}: " + ", ".join(f"{name} {value:.4g}" for name, value in values.items()))
 
@@ -175,8 +175,8 @@ def _make(folder: Path) -> None:
     try:
         make_folders(folder)
     except (OSError, ValueError) as error:
-        told = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{shown(str(folder))} cannot be made: {told}; give another folder") from error
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{shown(str(folder))} cannot be made: {reason}; give another folder") from error
 
 
 def _read_value(fields: Fields, name: str) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import socket
@@ -18,6 +17,7 @@ from xffl.cluster.hosts import resolve
 from xffl.cluster.recognition.find import find_launcher
 from xffl.cluster.recognition.launcher import read_number
 from xffl.cluster.slurm.allocation import Allocation, Host, find_allocation
+from xffl.compat.datasets import ENVIRON
 from xffl.errors import LaunchError
 from xffl.files import read_text
 
@@ -61,8 +61,8 @@ class HostVariables:
 
     def read_hosts(self, environ: Mapping[str, str]) -> tuple[Host, ...]:
         """Return hosts as the most reliable variable tells them; the others must name the same."""
-        told = {name: self._read_slots(name, environ[name]) for name in self.all if environ.get(name)}
-        (source, slots), *others = told.items()
+        counts = {name: self._read_slots(name, environ[name]) for name in self.all if environ.get(name)}
+        (source, slots), *others = counts.items()
         for name, other in others:
             if other.keys() != slots.keys():
                 raise LaunchError(
@@ -126,8 +126,10 @@ def _ask_flux(environ: Mapping[str, str]) -> tuple[Host, ...]:
         return ran.stdout
 
     names = expand_hosts(ask("hostlist", "instance").strip())
-    told = ask("resource", "list", "--states=up", "--no-header", "--format={nnodes} {ncores} {ngpus}")
-    rows = [[read_number("what flux resource list says", word) for word in line.split()] for line in told.splitlines()]
+    listing = ask("resource", "list", "--states=up", "--no-header", "--format={nnodes} {ncores} {ngpus}")
+    rows = [
+        [read_number("what flux resource list says", word) for word in line.split()] for line in listing.splitlines()
+    ]
     nodes, cores, gpus = (sum(column) for column in zip(*rows, strict=True)) if rows else (0, 0, 0)
     if nodes != len(set(names)):
         raise LaunchError(
@@ -175,24 +177,25 @@ BATCH_SYSTEMS: tuple[BatchSystem, ...] = (
 
 
 def find_job(
-    environ: Mapping[str, str] = os.environ, *, wants_switches: bool = False, needs_switches: bool = False
+    environ: Mapping[str, str] = ENVIRON, *, wants_switches: bool = False, needs_switches: bool = False
 ) -> Allocation | None:
     """Find the job in whose script this process stands, and is no rank of a launcher yet; ``None`` where it is in none.
 
     For what is asked about switches, see :func:`xffl.cluster.slurm.allocation.find_allocation`.
     """
-    found = find_allocation(environ, wants_switches=wants_switches, needs_switches=needs_switches)
-    if found is not None or find_launcher(environ) is not None:
-        return found
+    allocation = find_allocation(environ, wants_switches=wants_switches, needs_switches=needs_switches)
+    if allocation is not None or find_launcher(environ) is not None:
+        return allocation
     systems = {system: sign for system in BATCH_SYSTEMS if (sign := system.find_sign(environ)) is not None}
     if len(systems) > 1:  # the hosts of an instance of Flux in a job are the job's
         systems = {system: sign for system, sign in systems.items() if system.is_outer}
     if not systems:
         return None
     if len(systems) > 1:
-        told = " and ".join(systems.values())
+        names = " and ".join(systems.values())
         raise LaunchError(
-            f"{told} are both set, but a job is of one batch system; unset what is left of another job, or give --hosts"
+            f"{names} are both set, but a job is of one batch system; unset what is left of another job, or give "
+            "--hosts"
         )
     (system,) = systems
     return Allocation(system.kind, system.read_hosts(environ), environ.get(system.job) or "of no number")
@@ -200,11 +203,11 @@ def find_job(
 
 def is_here(host: Host) -> bool:
     """Tell whether a host is the one that this process runs on; local."""
-    own, name = socket.gethostname(), host.address or host.name
-    if name.partition(".")[0] in (own.partition(".")[0], "localhost"):
+    here, name = socket.gethostname(), host.address or host.name
+    if name.partition(".")[0] in (here.partition(".")[0], "localhost"):
         return True
     addresses = {*resolve(name)}
-    return bool(addresses & {*resolve(own)}) or any(address.startswith("127.") for address in addresses)
+    return bool(addresses & {*resolve(here)}) or any(address.startswith("127.") for address in addresses)
 
 
 def _pairs(words: list[str], where: str) -> Iterable[tuple[str, int]]:

@@ -57,15 +57,15 @@ def name_cells(hosts: Sequence[Host], rule: str) -> tuple[str, ...]:
     if kind == "auto":
         return _cells_by_switch(hosts, rule, int(rest) if rest else None)
     if kind == "hosts":
-        found = match_hosts(rest, [host.name for host in hosts], rule)
+        cell_of_host = match_hosts(rest, [host.name for host in hosts], rule)
         remedy = "correct the expression, whose first group (or else the whole match) names the cell"
     else:
         listed = _read_cells(Path(rest), rule)
-        found = {host.name: listed.get(host.name) for host in hosts}
+        cell_of_host = {host.name: listed.get(host.name) for host in hosts}
         remedy = "list them in the file"
-    if missing := [name for name, cell in found.items() if not cell]:
+    if missing := [name for name, cell in cell_of_host.items() if not cell]:
         raise TopologyError(f"rule {rule!r} names no cell for {_listed(missing)}; {remedy}")
-    return tuple(str(found[host.name]) for host in hosts)
+    return tuple(str(cell_of_host[host.name]) for host in hosts)
 
 
 _MATCH_S = 5.0
@@ -249,8 +249,8 @@ def order_hosts(hosts: Sequence[Host], replica_size: int | None) -> tuple[Host, 
     # All hosts together hold whole replicas, and so do those that no group has taken, if choices were too many.
     taken = set(chain(*groups))
     groups.append([at for at in places if at not in taken])
-    in_order = [sorted(own, key=order.__getitem__) for own in groups if own]
-    return tuple(hosts[at] for own in sorted(in_order, key=lambda own: order[own[0]]) for at in own)
+    in_order = [sorted(members, key=order.__getitem__) for members in groups if members]
+    return tuple(hosts[at] for members in sorted(in_order, key=lambda members: order[members[0]]) for at in members)
 
 
 def _by_switch(hosts: Sequence[Host]) -> list[int]:
@@ -273,8 +273,8 @@ def _group_by_switch(
         pools = group((hosts[at].switches[:depth], at) for at in left).values()
         left = []
         for pool in pools:
-            found, rest = _most_groups(pool, rests, replica_size)
-            groups += found
+            best, rest = _most_groups(pool, rests, replica_size)
+            groups += best
             left += rest
     return groups
 

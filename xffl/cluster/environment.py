@@ -1,4 +1,4 @@
-"""The place of this process among all: told by explicit arguments, by the launcher that started it, or by nobody.
+"""The place of this process among all: from explicit arguments, from the launcher that started it, or alone.
 
 This package is the only reader of the environment's process variables; the launchers it knows are a table in
 :mod:`xffl.cluster.recognition.launchers`.
@@ -21,6 +21,7 @@ from xffl.cluster.recognition.find import find_launcher, launcher_of
 from xffl.cluster.recognition.launcher import Fields, read_number
 from xffl.cluster.recognition.launchers import KNOWS_NODES
 from xffl.cluster.sizes import Federation, check_cells, lone_cell, read_federation, read_replica_size
+from xffl.compat.datasets import ENVIRON
 from xffl.errors import ConfigError, LaunchError, TopologyError
 
 __all__ = [
@@ -89,7 +90,7 @@ class ProcessEnvironment:
 
 
 def detect_environment(
-    environ: Mapping[str, str] = os.environ, *, names: Mapping[str, str] | None = None, **arguments: Any
+    environ: Mapping[str, str] = ENVIRON, *, names: Mapping[str, str] | None = None, **arguments: Any
 ) -> ProcessEnvironment:
     """Find out where this process stands.
 
@@ -102,57 +103,57 @@ def detect_environment(
     ``names`` says.
     """
     called = {name: (names or {}).get(name, name) for name in _ARGUMENTS}
-    found = Fields()
+    merged = Fields()
     for name, value in arguments.items():
         if value is not None:
-            found.take(f"argument {called[name]}", **{name: value})
-    _check(found)
+            merged.take(f"argument {called[name]}", **{name: value})
+    _check(merged)
     row = find_launcher(environ)
-    told = row.read(environ) if row is not None else {}
-    if row is None or found.get("world_size", told["world_size"]) != told["world_size"]:
-        complete_arguments(found, environ, called)
+    claimed = row.read(environ) if row is not None else {}
+    if row is None or merged.get("world_size", claimed["world_size"]) != claimed["world_size"]:
+        complete_arguments(merged, environ, called)
         launcher, reason = ProcessEnvironment.launcher, ProcessEnvironment.reason
-        if found:
+        if merged:
             launcher, reason = "arguments", "rank and world size were given"
     else:
-        if "rank" not in found:
+        if "rank" not in merged:
             launcher_of(environ)  # raises where other variables say that this is another rank
         for name, variable in {**row.variables, **row.more}.items():
-            if name in told:
-                found.take(variable, **{name: told[name]})
-        _check(found)
-        row.complete(found, environ)
+            if name in claimed:
+                merged.take(variable, **{name: claimed[name]})
+        _check(merged)
+        row.complete(merged, environ)
         launcher, reason = (row.name, f"{', '.join((*row.variables.values(), *row.also))} are set")
-    _check(found)
-    if found.get("world_size", 1) == 1 and not {"master_addr", "master_port"} <= found.keys():
+    _check(merged)
+    if merged.get("world_size", 1) == 1 and not {"master_addr", "master_port"} <= merged.keys():
         # Half a rendezvous is of no use to a single process, which needs none.
-        found.pop("master_addr", None)
-        found.pop("master_port", None)
-    is_open = found.get("world_size", 1) > 1
-    fields = {**dict.fromkeys(_OF_NODES), **found} if is_open else found
+        merged.pop("master_addr", None)
+        merged.pop("master_port", None)
+    is_open = merged.get("world_size", 1) > 1
+    fields = {**dict.fromkeys(_OF_NODES), **merged} if is_open else merged
     return ProcessEnvironment(**fields, launcher=launcher, reason=reason)
 
 
-def _check(found: Fields) -> None:
-    """Raise where fields are impossible or contradict each other; fields that are not found yet are left out."""
-    sources = found.sources
-    for name, value in found.items():
+def _check(merged: Fields) -> None:
+    """Raise where fields are impossible or contradict each other; fields that are not known yet are left out."""
+    sources = merged.sources
+    for name, value in merged.items():
         if name != "master_addr":
-            found[name] = integer(sources[name], value, None, error=LaunchError)
+            merged[name] = integer(sources[name], value, None, error=LaunchError)
     for part, whole in _PARTS:
-        size = found.get(whole)
+        size = merged.get(whole)
         if size is not None and size < 1:
             raise LaunchError(f"{sources[whole]}={size} is less than 1; start at least one process")
-        if found.get(part, 0) < 0 or (size is not None and found.get(part, 0) >= size):
+        if merged.get(part, 0) < 0 or (size is not None and merged.get(part, 0) >= size):
             limit = "what is counted from 0" if size is None else f"0 to {size - 1}, as {sources[whole]}={size} says"
-            raise LaunchError(f"{sources[part]}={found[part]} is outside {limit}; give every process its own place")
-    if not str(found.get("master_addr", "an address")).strip():
-        raise LaunchError(f"{sources['master_addr']} is {found['master_addr']!r}; give the address of rank 0's host")
-    if not 0 < found.get("master_port", 1) < 65536:
-        raise LaunchError(f"{sources['master_port']}={found['master_port']} must be a port from 1 to 65535")
-    if any(whole not in found for _, whole in _PARTS):
+            raise LaunchError(f"{sources[part]}={merged[part]} is outside {limit}; give every process its own place")
+    if not str(merged.get("master_addr", "an address")).strip():
+        raise LaunchError(f"{sources['master_addr']} is {merged['master_addr']!r}; give the address of rank 0's host")
+    if not 0 < merged.get("master_port", 1) < 65536:
+        raise LaunchError(f"{sources['master_port']}={merged['master_port']} must be a port from 1 to 65535")
+    if any(whole not in merged for _, whole in _PARTS):
         return
-    world, local, nodes = (found[whole] for _, whole in _PARTS)
+    world, local, nodes = (merged[whole] for _, whole in _PARTS)
     if local > world - (nodes - 1) or (nodes == 1 and local != world):
         raise LaunchError(
             f"{sources['node_local_size']}={local} ranks on this node do not fit {sources['world_size']}={world} ranks "
@@ -160,7 +161,7 @@ def _check(found: Fields) -> None:
         )
 
 
-def requested_federation(environ: Mapping[str, str] = os.environ) -> tuple[Federation | None, int | None]:
+def requested_federation(environ: Mapping[str, str] = ENVIRON) -> tuple[Federation | None, int | None]:
     """Return sizes or a rule from ``XFFL_FEDERATED``, and the replica size from ``XFFL_HSDP``; ``None`` where unset."""
     federated, hsdp = (environ.get(name, "").strip() or None for name in ("XFFL_FEDERATED", "XFFL_HSDP"))
     return (
@@ -170,7 +171,7 @@ def requested_federation(environ: Mapping[str, str] = os.environ) -> tuple[Feder
 
 
 def complete_federation(
-    federated: Federation | None, hsdp: int | None, environ: Mapping[str, str] = os.environ
+    federated: Federation | None, hsdp: int | None, environ: Mapping[str, str] = ENVIRON
 ) -> tuple[Federation | None, int | None, tuple[str, ...]]:
     """Fill in from the environment what arguments leave open; the last value is for :func:`sources_named`."""
     asked, replica_size = requested_federation(environ)
@@ -188,40 +189,40 @@ def sources_named(sources: Iterable[str]) -> Iterator[None]:
     try:
         yield
     except TopologyError as error:
-        told = " and ".join(sources)
-        if not told:
+        names = " and ".join(sources)
+        if not names:
             raise
-        raise TopologyError(f"{error} (asked for by {told})") from error
+        raise TopologyError(f"{error} (asked for by {names})") from error
 
 
 def federation_variables(federated: Federation | None, hsdp: int | None) -> dict[str, str]:
     """Return the variables from which :func:`requested_federation` reads a federation, as far as there is one."""
-    found = {}
+    values = {}
     if federated is not None:
-        found["XFFL_FEDERATED"] = ",".join(map(str, federated if isinstance(federated, tuple) else (federated,)))
+        values["XFFL_FEDERATED"] = ",".join(map(str, federated if isinstance(federated, tuple) else (federated,)))
     if hsdp is not None:
-        found["XFFL_HSDP"] = str(hsdp)
-    return found
+        values["XFFL_HSDP"] = str(hsdp)
+    return values
 
 
 def request_federation(
-    federated: Federation | None, hsdp: int | None, environ: MutableMapping[str, str] = os.environ
+    federated: Federation | None, hsdp: int | None, environ: MutableMapping[str, str] = ENVIRON
 ) -> None:
     """Ask for a federation in this process, as ``xffl exec`` does in the processes that it starts."""
     environ.update(federation_variables(federated, hsdp))
 
 
-def is_lone_cell_requested(environ: Mapping[str, str] = os.environ) -> bool:
+def is_lone_cell_requested(environ: Mapping[str, str] = ENVIRON) -> bool:
     """Tell whether variables say that this job is one cell of several jobs, or only what such a cell needs."""
     return any(environ.get(name, "").strip() for name in ("XFFL_CELL", "XFFL_FROM", "XFFL_EXPORT"))
 
 
-def is_isolated(environ: Mapping[str, str] = os.environ) -> bool:
+def is_isolated(environ: Mapping[str, str] = ENVIRON) -> bool:
     """Tell whether this process is a rank of an isolated cell, so that its variables are those of the cell."""
     return bool(environ.get(ISOLATED_VARIABLE, "").strip())
 
 
-def required_cells(environ: Mapping[str, str] = os.environ) -> int | None:
+def required_cells(environ: Mapping[str, str] = ENVIRON) -> int | None:
     """Return how many cells there must be at least, as ``XFFL_REQUIRE_CELLS`` says; ``None`` where unset or empty."""
     text = environ.get("XFFL_REQUIRE_CELLS", "").strip()
     return integer("XFFL_REQUIRE_CELLS", read_number("XFFL_REQUIRE_CELLS", text)) if text else None
@@ -244,7 +245,7 @@ def accept_cells(
         print(lone_cell(asked, world_size), file=sys.stderr, flush=True)
 
 
-def checks_world(environ: Mapping[str, str] = os.environ) -> bool:
+def checks_world(environ: Mapping[str, str] = ENVIRON) -> bool:
     """Tell whether collectives of the script over all cells are to be reported, as ``XFFL_CHECK_WORLD=1`` says."""
     text = environ.get("XFFL_CHECK_WORLD", "").strip()
     if text not in ("", "0", "1"):

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
+from xffl.compat.datasets import ENVIRON
 from xffl.errors import ConfigError, LaunchError
 
 __all__ = ["describe_host", "pick_gpu", "resident_bytes"]
@@ -46,7 +47,7 @@ def _cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-def pick_gpu(local_rank: int, local_size: int | None, visible: int, environ: Mapping[str, str] = os.environ) -> int:
+def pick_gpu(local_rank: int, local_size: int | None, visible: int, environ: Mapping[str, str] = ENVIRON) -> int:
     """Return the index of the GPU for a rank: its own where all are visible, the only one where a launcher bound it.
 
     Where the number of ranks on the node is not known yet (``None``), this rank's own GPU must be visible: so it is to

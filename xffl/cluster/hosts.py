@@ -41,8 +41,8 @@ def node_address(name: str) -> str:
 
 def reachable_address(peers: Iterable[str]) -> str:
     """Return an address of this host, not loopback: of its name, else that on the route to a peer; nothing is sent."""
-    own = socket.gethostname()
-    for address in resolve(own):
+    here = socket.gethostname()
+    for address in resolve(here):
         if not address.startswith("127."):
             return address
     for peer in peers:
@@ -51,7 +51,7 @@ def reachable_address(peers: Iterable[str]) -> str:
                 if not (source := route_address(address, 9)).startswith("127."):
                     return source
     hint = "set XFFL_IFNAME to a network interface, or MASTER_ADDR and MASTER_PORT"
-    raise LaunchError(f"host {own!r} resolves to no address that other hosts can reach; {hint}")
+    raise LaunchError(f"host {here!r} resolves to no address that other hosts can reach; {hint}")
 
 
 def route_address(host: str, port: int) -> str:
@@ -64,7 +64,7 @@ def route_address(host: str, port: int) -> str:
 def resolve(name: str) -> tuple[str, ...]:
     """Return the IPv4 addresses of a host's name, none where it does not resolve."""
     try:
-        found = socket.getaddrinfo(name, None, family=socket.AF_INET, type=socket.SOCK_STREAM)
+        infos = socket.getaddrinfo(name, None, family=socket.AF_INET, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         return ()
-    return tuple(dict.fromkeys(str(entry[4][0]) for entry in found))
+    return tuple(dict.fromkeys(str(entry[4][0]) for entry in infos))

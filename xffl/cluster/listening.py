@@ -7,7 +7,6 @@ and gloo hear is authenticated (docs/security.rst).
 from __future__ import annotations
 
 import errno
-import os
 import socket
 import time
 from collections.abc import Iterator, Mapping, MutableMapping
@@ -24,6 +23,7 @@ from xffl.cluster.network import (
     release_gloo,
 )
 from xffl.cluster.reaching import KNOBS, resolve_patiently
+from xffl.compat.datasets import ENVIRON
 from xffl.errors import LaunchError
 
 __all__ = [
@@ -54,7 +54,7 @@ class Opened:
     """Whether it listens at all addresses, since the one that was asked for is none of this host's."""
 
 
-def open_listener(host: str, port: int, *, is_local: bool, environ: Mapping[str, str] = os.environ) -> Opened:
+def open_listener(host: str, port: int, *, is_local: bool, environ: Mapping[str, str] = ENVIRON) -> Opened:
     """Listen at a port where others look for this host: on loopback if all are here, else at the address of its name.
 
     That is the first address of ``host`` which this host has, and which is not loopback unless ``host`` is written as
@@ -80,7 +80,9 @@ def open_listener(host: str, port: int, *, is_local: bool, environ: Mapping[str,
             if error.errno != errno.EADDRNOTAVAIL:
                 raise LaunchError(f"{host}:{port} cannot be listened at ({error.strerror}); {KNOBS}") from error
             continue
-        down = next((one for one in list_interfaces() if one.address == address and not one.is_up), None)
+        down = next(
+            (interface for interface in list_interfaces() if interface.address == address and not interface.is_up), None
+        )
         if down is not None:
             opened.socket.close()
             raise LaunchError(
@@ -114,7 +116,7 @@ def _open(address: str, port: int) -> Opened:
 
 
 @contextmanager
-def gloo_beyond_this_host(store: str, environ: MutableMapping[str, str] = os.environ) -> Iterator[None]:
+def gloo_beyond_this_host(store: str, environ: MutableMapping[str, str] = ENVIRON) -> Iterator[None]:
     """Let gloo listen while the block runs where ranks at other hosts reach it, unless their store is on loopback."""
     kept = {name: environ[name] for name in (GLOO_VARIABLE, LOCAL_VARIABLE) if name in environ}
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import struct
 from collections.abc import Mapping, MutableMapping
@@ -11,6 +10,7 @@ from dataclasses import dataclass, fields
 from itertools import pairwise
 from pathlib import Path
 
+from xffl.compat.datasets import ENVIRON
 from xffl.errors import ConfigError, LaunchError
 
 __all__ = [
@@ -89,7 +89,7 @@ def list_interfaces(folder: Path = _INTERFACES) -> tuple[Interface, ...]:
     )
 
 
-def control_address(environ: Mapping[str, str] = os.environ) -> str | None:
+def control_address(environ: Mapping[str, str] = ENVIRON) -> str | None:
     """Return this host's address on the interface over which ranks meet, ``None`` where no interface is asked for.
 
     That is the interface of ``XFFL_CONTROL_IFNAME``, else that of the data: of ``XFFL_IFNAME``, else of
@@ -122,7 +122,7 @@ def interface_address(name: str, source: str = "XFFL_IFNAME") -> str:
     return socket.inet_ntoa(answer[20:24])
 
 
-def use_interface(name: str | None, environ: MutableMapping[str, str] = os.environ) -> str | None:
+def use_interface(name: str | None, environ: MutableMapping[str, str] = ENVIRON) -> str | None:
     """Bind gloo and NCCL to a network interface, by ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME``.
 
     Call it before :func:`~xffl.cluster.environment.detect_environment`, whose rendezvous under MPI follows it, and
@@ -154,16 +154,18 @@ def use_interface(name: str | None, environ: MutableMapping[str, str] = os.envir
 # gloo listens at the address of the host's name, or at that of the interface which a variable names -------------------
 
 
-def keep_gloo_local(environ: MutableMapping[str, str] = os.environ) -> None:
+def keep_gloo_local(environ: MutableMapping[str, str] = ENVIRON) -> None:
     """Let gloo listen on loopback in this process, unless an interface is named; :func:`release_gloo` takes it back."""
     if environ.get(GLOO_VARIABLE):
         return
-    loopback = next((one.name for one in list_interfaces() if one.is_up and one.address == LOOPBACK), None)
+    loopback = next(
+        (interface.name for interface in list_interfaces() if interface.is_up and interface.address == LOOPBACK), None
+    )
     if loopback is not None:
         environ.update({GLOO_VARIABLE: loopback, LOCAL_VARIABLE: loopback})
 
 
-def release_gloo(environ: MutableMapping[str, str] = os.environ) -> None:
+def release_gloo(environ: MutableMapping[str, str] = ENVIRON) -> None:
     """Take back what :func:`keep_gloo_local` has set, here or in a process above this one."""
     local = environ.pop(LOCAL_VARIABLE, None)
     if local is not None and environ.get(GLOO_VARIABLE) == local:
@@ -174,8 +176,8 @@ def release_gloo(environ: MutableMapping[str, str] = os.environ) -> None:
 class Timeouts:
     """How long each level of a job waits, in seconds; an inner level gives up before the one around it.
 
-    So what fails is told by the level that knows why: a lost host by its connection, a dead rank by its cell and not by
-    the other cells, a cell that is gone by the exchange, and not by a vote of all. Each must be less than the next:
+    What fails is reported where the cause is known: a lost host by its connection, a dead rank by its cell and not by
+    the other cells, a lost cell by the exchange, and not by a vote of all. Each must be less than the next:
     ``connect_s < home_s < across_s < session_s``.
     """
 

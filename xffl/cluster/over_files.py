@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from xffl.compat.datasets import ENVIRON
 from xffl.errors import ConfigError
 
 __all__ = ["OverFiles", "read_over_files"]
@@ -25,13 +25,11 @@ class OverFiles:
 
     def variables(self) -> dict[str, str]:
         """Return the variables from which ranks read it."""
-        told = {"XFFL_CELL": self.cell, "XFFL_FROM": self.start, "XFFL_EXPORT": self.export}
-        return {name: text for name, text in told.items() if text is not None}
+        values = {"XFFL_CELL": self.cell, "XFFL_FROM": self.start, "XFFL_EXPORT": self.export}
+        return {name: text for name, text in values.items() if text is not None}
 
 
-def read_over_files(
-    options: Mapping[str, str | None] | None = None, environ: Mapping[str, str] = os.environ
-) -> OverFiles:
+def read_over_files(options: Mapping[str, str | None] | None = None, environ: Mapping[str, str] = ENVIRON) -> OverFiles:
     """Return what a job of one cell is asked for."""
     given = options or {}
     cell, start, export = (

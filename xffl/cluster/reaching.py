@@ -51,9 +51,9 @@ def resolve_patiently(host: str, patience_s: float | None = None) -> list[str]:
     deadline = time.monotonic() + (_NO_WAY_S if patience_s is None else patience_s)
     while True:
         try:
-            found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-            found.sort(key=lambda entry: entry[0] != socket.AF_INET)
-            return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+            infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+            infos.sort(key=lambda entry: entry[0] != socket.AF_INET)
+            return list(dict.fromkeys(str(entry[4][0]) for entry in infos))
         except (OSError, UnicodeError) as error:
             if time.monotonic() > deadline:
                 raise LaunchError(
@@ -66,7 +66,7 @@ def resolve_patiently(host: str, patience_s: float | None = None) -> list[str]:
 def find_listener(host: str, port: int, timeout_s: float) -> str:
     """Return the address at which somebody listens at a port of a host: its own, or if it is this host, loopback."""
     addresses = resolve_patiently(host, min(timeout_s, _NO_WAY_S))
-    is_here = any(one.address in addresses for one in list_interfaces())
+    is_here = any(interface.address in addresses for interface in list_interfaces())
     deadline = time.monotonic() + timeout_s
     while True:
         for address in (host, LOOPBACK) if is_here else (host,):

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from xffl.compat.datasets import ENVIRON
 from xffl.errors import LaunchError
 from xffl.files import create, make_folders, naming_errors, open_regular, read_bytes, read_limited, sync
 
@@ -40,7 +41,7 @@ PROOF_KEY = "xffl/token"
 """Where a cell keeps in its store what :func:`prove_token` makes of its token."""
 
 
-def token_of(environ: Mapping[str, str] = os.environ) -> bytes:
+def token_of(environ: Mapping[str, str] = ENVIRON) -> bytes:
     """Return the run's token: the text of ``XFFL_TOKEN``, or of the file that ``XFFL_TOKEN_FILE`` names.
 
     It is empty where ``XFFL_TOKEN=none`` says that the run does without; LaunchError where nothing is said.
@@ -79,12 +80,12 @@ def _check_token(token: str, source: str) -> bytes:
         raise LaunchError(f"{source} has a token that is not UTF-8 text; make one with: openssl rand -hex 32") from None
 
 
-def has_token(environ: Mapping[str, str] = os.environ) -> bool:
+def has_token(environ: Mapping[str, str] = ENVIRON) -> bool:
     """Tell whether it is said what the run's token is, or that there is none."""
     return any(environ.get(name, "").strip() for name in ("XFFL_TOKEN", "XFFL_TOKEN_FILE"))
 
 
-def run_token(environ: Mapping[str, str] = os.environ) -> bytes:
+def run_token(environ: Mapping[str, str] = ENVIRON) -> bytes:
     """Return the run's token as :func:`token_of`; nothing where neither variable is set."""
     return token_of(environ) if has_token(environ) else b""
 
@@ -101,13 +102,13 @@ def warn_without_token(token: bytes) -> None:
 
 
 def prove_token(token: bytes, life: str, nonce: str | None = None) -> str:
-    """Return a nonce, by default a new one, and what only those can tell of it and a cell's life who know the token."""
+    """Return a nonce, by default a new one, and its digest with a cell's life, which takes the token to make."""
     nonce = secrets.token_hex(16) if nonce is None else nonce
     return f"{nonce} {hmac.new(token, f'doctor{nonce}{life}'.encode(), hashlib.sha256).hexdigest()}"
 
 
 def make_token_file(path: Path) -> None:
-    """Write a new token into a file that its owner alone may read; one that is there already stays.
+    """Write a new token into a file that its owner alone may read; an existing one stays.
 
     An empty file, which a kill or a full disk may have left, is replaced.
     """

@@ -32,13 +32,13 @@ def parse_cell(text: str, knob: str) -> tuple[int, int | tuple[int, ...]]:
     number, _, rest = text.strip().partition("/")
     cells = parse_sizes(rest, knob) if rest else 0
     count = cells if isinstance(cells, int) else len(cells)
-    own = decimal(number)
-    if own is None or not own < count <= MAX_RANKS or (isinstance(cells, tuple) and min(cells) < 1):
+    as_number = decimal(number)
+    if as_number is None or not as_number < count <= MAX_RANKS or (isinstance(cells, tuple) and min(cells) < 1):
         raise ConfigError(
             f"{knob} is {shown(text)}; give the cell's number, from 0, and how many there are, such as 0/2, or the "
             "ranks of each, such as 0/4,2"
         )
-    return own, cells
+    return as_number, cells
 
 
 def parse_federation(text: str, knob: str) -> Federation:

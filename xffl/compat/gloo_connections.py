@@ -23,6 +23,8 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from xffl.compat.datasets import ENVIRON
+
 __all__ = ["LAZY_VARIABLE", "MESH_LIMIT", "MESH_LIMIT_OF_MANY", "connect_lazily", "is_lazy"]
 
 LAZY_VARIABLE = "TORCH_GLOO_LAZY_INIT"
@@ -36,7 +38,7 @@ _TRUE = ("1", "y", "yes", "t", "true")
 """What torch takes for yes, in capitals, too."""
 
 
-def is_lazy(size: int, environ: Mapping[str, str] = os.environ, *, world_size: int | None = None) -> bool:
+def is_lazy(size: int, environ: Mapping[str, str] = ENVIRON, *, world_size: int | None = None) -> bool:
     """Tell whether a group of so many ranks is to connect lazily; local.
 
     A value of the user's own decides for all sizes.
@@ -46,7 +48,7 @@ def is_lazy(size: int, environ: Mapping[str, str] = os.environ, *, world_size: i
     :param world_size: Ranks of the world that it is a part of; ``None``: it is the world.
     :return: Whether it is.
     """
-    asked = None if environ is os.environ and _blocks.are_open else environ.get(LAZY_VARIABLE)
+    asked = None if environ is ENVIRON and _blocks.are_open else environ.get(LAZY_VARIABLE)
     if asked is not None:
         return asked.lower() in _TRUE
     # Connections over TLS, and those of other systems than Linux, refuse it.

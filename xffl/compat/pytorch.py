@@ -18,6 +18,12 @@ __all__ = [
     "memory_of",
 ]
 
+_PYBUF_WRITE = 0x200
+_view_memory = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
+    ("PyMemoryView_FromMemory", ctypes.pythonapi)
+)
+"""Of Python's C interface: make a view of so many bytes at an address."""
+
 
 class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """See, and replace, every operator of torch that runs while it is entered.
@@ -66,4 +72,6 @@ def memory_of(values: torch.Tensor) -> memoryview:
     torch 2.13 has no buffer protocol (https://github.com/pytorch/pytorch/issues/19143), and after ``numpy()`` nobody
     can resize the tensor's storage any more, which FSDP does.
     """
-    return memoryview((ctypes.c_char * values.nbytes).from_address(values.data_ptr())).cast("B")
+    # An array of ctypes would do, too, but each length makes a type that stays until the garbage collector runs.
+    view: memoryview = _view_memory(values.data_ptr(), values.nbytes, _PYBUF_WRITE)
+    return view

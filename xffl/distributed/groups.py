@@ -44,7 +44,9 @@ DEFAULT_STREAMS = 4
 """CUDA streams of a rank, if not asked for otherwise."""
 
 STREAMED = frozenset({"replica", "federated"})
-"""Kinds that carry a round: one handle for each CUDA stream, for buckets to overlap; a round uses the first so far."""
+"""Kinds of a state's groups that have one handle for each CUDA stream."""
+IN_TURN = frozenset({"federated"})
+"""Those that a round's buckets use in turn; of the others it uses the first handle."""
 MODEL_AXES = ("dp_replicate", "dp_shard_cp", "tp")
 """Axes of the mesh that FSDP and tensor parallelism share; torch wants both to be parts of one mesh."""
 
@@ -55,8 +57,9 @@ def make_groups(
     rank: int,
     kinds: Collection[str],
     handles: int,
+    streamed: Collection[str] = STREAMED,
 ) -> Groups:
-    """Make this rank's groups of the given kinds.
+    """Make this rank's groups of the given kinds: several handles of those that are streamed.
 
     Collective over the world: every rank makes the same number of groups in the same order, a placeholder of itself
     where it is not a member, since a group is named by how many the rank has made.
@@ -65,7 +68,7 @@ def make_groups(
     for group in topology.groups_of(rank):
         if group.kind not in kinds:
             continue
-        count = handles if group.kind in STREAMED else 1
+        count = handles if group.kind in streamed else 1
         names = (f"xffl_{group.kind}" if group.member else f"xffl_{group.kind}_placeholder" for _ in range(count))
         groups = tuple([create(group.ranks, name) for name in names])
         made[group.kind] = groups if group.member else None

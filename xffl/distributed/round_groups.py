@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from xffl.distributed.groups import Create, Groups, make_groups, new_group
+from xffl.distributed.groups import IN_TURN, Create, Groups, make_groups, new_group
 from xffl.topology import Topology
 
 __all__ = ["make_round_groups"]
@@ -23,6 +23,11 @@ def make_round_groups(
     return {
         "world": (world,),
         **make_groups(
-            create, topology=topology, rank=rank, kinds={"federation", "replica", "federated"}, handles=handles
+            create,
+            topology=topology,
+            rank=rank,
+            kinds={"federation", "replica", "federated"},
+            handles=handles,
+            streamed=IN_TURN,
         ),
     }

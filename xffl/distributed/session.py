@@ -186,9 +186,12 @@ def session(
             cleanup_distributed_process_group(state, synchronize=False)
             raise
         cleanup_distributed_process_group(state)
-    finally:
+    except BaseException as error:
         if request is not None and not is_process_ending():
-            request.leave()
+            request.leave(error)
+        raise
+    if request is not None:
+        request.leave(None)
 
 
 def setup_distributed_process_group(

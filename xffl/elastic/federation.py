@@ -37,7 +37,7 @@ from xffl.distributed.startup.stores import serve_store
 from xffl.elastic.answers import Answers, ask_store, knock
 from xffl.elastic.arrivals import Arrivals, may_still_come
 from xffl.elastic.lighthouse import Lighthouse, Meeting
-from xffl.elastic.rank_meeting import await_ranks, connect_store
+from xffl.elastic.rank_meeting import await_ranks, connect_store, keys_of_group
 from xffl.elastic.roster import (
     CellRecord,
     Epoch,
@@ -171,6 +171,8 @@ class ElasticFederation:
         """Since when somebody else sends requests in the name of a cell of the last round"""
         self._lighthouse: Lighthouse | None = None
         self._store: TCPStore | None = None
+        self._hosted: list[tuple[str, int]] = []
+        """Groups whose ranks meet at this cell's store, with how many these are, those of earlier epochs first"""
         if parameters.lighthouse.startswith("file:"):
             self._await_lighthouse()
         self._runtime = own_runtime(compute_device(state))
@@ -202,6 +204,7 @@ class ElasticFederation:
         )
         store.set(PROOF_KEY, prove_token(self._token, life))  # for xffl doctor
         self._store = store
+        self._hosted.clear()
         return f"{host}:{store.port}"
 
     def restore(self, record: RoundRecord | None, total_weight: float) -> None:
@@ -617,6 +620,8 @@ class ElasticFederation:
         if lost[0]:
             raise RuntimeError(lost[0])
         address = epoch.members[epoch.index_of(epoch.first)].address
+        if self._store is not None and epoch.first == self.cell:
+            self._hosted.append((epoch.group, topology.world_size))
         self._await_ranks(epoch, address, topology.world_size)
         kind = FaultyGroup if is_planned() else CrossWorldGroup
         self._group = kind(
@@ -650,10 +655,12 @@ class ElasticFederation:
         """Delete what the ranks of earlier epochs have left in this cell's store, where it has one."""
         if self._store is None:
             return
-        stays = (PROOF_KEY, AWAY_KEY)
-        for key in self._store.list_keys():
-            if key not in stays and not key.startswith(f"{group}/"):
+        earlier = [hosted for hosted in self._hosted if hosted[0] != group]
+        for name, size in earlier:
+            for key in keys_of_group(name, size):
                 self._store.delete_key(key)
+        # A rank that comes too late for the last one may still write.
+        self._hosted = [hosted for hosted in self._hosted if hosted in earlier[-1:] or hosted[0] == group]
 
     def _lost_member(self, epoch: Epoch) -> str:
         """Connect to the stores of all members, and return in words which one is lost.

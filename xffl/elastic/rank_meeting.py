@@ -14,7 +14,7 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from xffl.elastic.answers import knock
 
-__all__ = ["await_ranks", "connect_store"]
+__all__ = ["await_ranks", "connect_store", "keys_of_group"]
 
 HERE_KEY = "here"
 """How many ranks have come."""
@@ -26,6 +26,17 @@ SHORTEST_S, LONGEST_S = 0.002, 0.1
 """Bounds of the time between two questions to the store, which is a quarter of the time that has been waited."""
 TRY_S = 2.0
 """How long a try to connect to the store lasts."""
+
+
+def keys_of_group(group: str, size: int) -> list[str]:
+    """Return the keys that the ranks of an epoch may leave at the store where they met and connected.
+
+    :param group: The name of the epoch's group.
+    :param size: Number of ranks.
+    :return: Also keys that are rarely written.
+    """
+    addresses = [f"0/{rank}" for rank in range(size)]  # gloo's own names
+    return [f"{group}/{key}" for key in (HERE_KEY, LOST_KEY, *addresses)]
 
 
 def connect_store(address: str, within_s: float) -> TCPStore:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -13,6 +12,7 @@ from xffl.cluster.lighthouse.address import MEETING_TIMEOUT_VARIABLE, parse_ligh
 from xffl.cluster.over_files import OverFiles
 from xffl.cluster.sizes import Federation
 from xffl.cluster.sizes_text import parse_cell, parse_federation
+from xffl.compat.datasets import ENVIRON
 from xffl.errors import ConfigError
 from xffl.jobs.options import JobOptions
 
@@ -49,7 +49,7 @@ class AskedCells:
 
 
 def read_cells(
-    options: JobOptions, over_files: OverFiles, started: int | None, environ: Mapping[str, str] = os.environ
+    options: JobOptions, over_files: OverFiles, started: int | None, environ: Mapping[str, str] = ENVIRON
 ) -> AskedCells:
     """Read which cells a command is for; ``started`` is how many processes a launcher has started, if any."""
     is_of_run = over_files.cell is not None and bool(environ.get("XFFL_LIGHTHOUSE", "").strip())
@@ -97,7 +97,7 @@ def read_cells(
 
 
 def count_of(cells: int | tuple[int, ...]) -> int:
-    """Return how many cells there are, where they are told by their number or by the ranks of each."""
+    """Return how many cells there are, given by their number or by the ranks of each."""
     return cells if isinstance(cells, int) else len(cells)
 
 

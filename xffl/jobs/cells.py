@@ -81,14 +81,14 @@ def start_all_cells(request: JobRequest) -> int:
         shares = share_machine(sizes) if is_local else [None] * len(sizes)
         jobs = []
         for number, (cell, share) in enumerate(zip(request.cells, shares, strict=True)):
-            own = {} if is_local else step_variables(cell.started.layout)
-            own |= {**(share.environ if share else {}), "XFFL_CELL": f"{number}/{len(sizes)}"}
+            variables = {} if is_local else step_variables(cell.started.layout)
+            variables |= {**(share.environ if share else {}), "XFFL_CELL": f"{number}/{len(sizes)}"}
             output = replace(cell.output, is_merged=request.output.is_merged and log_dir is None)
             jobs.append(
                 CellJob(
                     number,
                     request=replace(cell, output=output),
-                    environ={**environ, **own},
+                    environ={**environ, **variables},
                     share=share,
                     log_dir=log_dir,
                 )
@@ -172,8 +172,9 @@ def launch_cells(
 
     A cell that ends with another code than 0 is started again after a pause, as often as ``restarts`` says, unless the
     run was asked to end, or the cell would fail in the same way. One that is not started again, and has no checkpoint,
-    has lost what it held: the run's journal is told so, and the others do not wait for it. Signals to this process go
-    to the launchers of all cells, which pass them on to their ranks. If this process is killed, they get SIGTERM.
+    has lost what it held: the run's journal gets a record of that, and the others do not wait for it. Signals to this
+    process go to the launchers of all cells, which pass them on to their ranks. If this process is killed, they get
+    SIGTERM.
     ``folder`` is what :func:`run_folder` has made, if the caller needs one, too.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it is ignored, exit codes are lost
@@ -203,7 +204,7 @@ def launch_cells(
                 cell.kill()
     codes = [cell.code for cell in sorted(cells, key=lambda cell: cell.ended_at) if cell.code]
     if is_refused:
-        return ExitCode.REFUSED  # the lighthouse has told why
+        return ExitCode.REFUSED  # the lighthouse has said why
     if asked and ExitCode.PREEMPTED in codes:
         return ExitCode.PREEMPTED
     if is_late:
@@ -243,7 +244,7 @@ def _remove_abandoned(parent: Path) -> None:
         with suppress(OSError):  # somebody else's, or another launcher removes it, too
             status = folder.lstat()
             if status.st_uid == os.geteuid() and stat.S_ISDIR(status.st_mode) and _has_lost_launcher(folder):
-                # Ranks that are told to end may still write there.
+                # Ranks that are ending may still write there.
                 seen = folder / _ABANDONED
                 if not seen.exists():
                     create(seen).close()
@@ -285,7 +286,7 @@ class _Cell:
 
     @property
     def is_busy(self) -> bool:
-        """Whether it has not ended for good, or the journal is being told that it has."""
+        """Whether it has not ended for good, or the journal is just getting a record that it has."""
         return self.code is None or self._forgetting is not None
 
     def forward_signal(self, number: int, ends: bool) -> None:
@@ -308,7 +309,7 @@ class _Cell:
             return
         self._process = None
         code = code_of_signal(-code) if code < 0 else code
-        told = f"xffl: cell {self._job.number} ended with exit code {code}"
+        message = f"xffl: cell {self._job.number} ended with exit code {code}"
         # At a signal that does not end the run ranks leave with 75, or are killed by it if they do not listen. SLURM
         # signals the ranks of a job, and not this process, when the job has to leave.
         is_asked = bool(asked) or "SLURM_JOB_ID" in self._job.environ
@@ -319,10 +320,10 @@ class _Cell:
         if code in (ExitCode.OK, ExitCode.TIMEOUT) or is_leaving or any(asked.values()):
             self._end(code)
         elif code == ExitCode.REFUSED and is_in_vain:
-            print(f"{told} and is not started again: it would fail in the same way", file=sys.stderr)
+            print(f"{message} and is not started again: it would fail in the same way", file=sys.stderr)
             self._end(code)
         elif self._restarted == self._restarts:
-            print(f"{told} and is not started again: --restarts is {self._restarts}", file=sys.stderr)
+            print(f"{message} and is not started again: --restarts is {self._restarts}", file=sys.stderr)
             self._end(code)
             home = self._job.request.home
             if home is not None and not may_have_saved(home):
@@ -330,7 +331,7 @@ class _Cell:
         else:
             self._restarted += 1
             self._due = time.monotonic() + _PAUSE_S
-            print(f"{told}; it is started again (restart {self._restarted} of {self._restarts})", file=sys.stderr)
+            print(f"{message}; it is started again (restart {self._restarted} of {self._restarts})", file=sys.stderr)
 
     def kill(self) -> None:
         """Kill its launcher, and so its ranks."""

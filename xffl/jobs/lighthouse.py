@@ -176,7 +176,7 @@ class SharedLighthouse:
         return True
 
     def stop(self) -> None:
-        """End the own one, if there is one; other jobs see at their next look that it has gone."""
+        """End this job's lighthouse, if it runs one; other jobs see that at their next look."""
         if self._own is not None:
             with suppress(OSError):
                 if self._read() == self._own.address:
@@ -204,10 +204,10 @@ class SharedLighthouse:
 
     def _read(self) -> str:
         try:
-            told = read_bytes(self._file, ADDRESS_BYTES).decode(errors="replace")
+            text = read_bytes(self._file, ADDRESS_BYTES).decode(errors="replace")
         except FileNotFoundError:
             return ""
-        return told.strip().removeprefix("http://")
+        return text.strip().removeprefix("http://")
 
     def _end(self, own: LighthouseProcess) -> None:
         own.stop()

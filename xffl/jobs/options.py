@@ -39,7 +39,7 @@ class JobOptions:
     def of(cls, values: Mapping[str, Any]) -> JobOptions:
         """Take over what a parser has read; other names are left out."""
         named = {**values, "start_from": values.get("from")}
-        return cls(**{one.name: named[one.name] for one in fields(cls) if one.name in named})
+        return cls(**{option.name: named[option.name] for option in fields(cls) if option.name in named})
 
     def over_files(self) -> OverFiles:
         """Return what rounds over files are asked for, by options or variables."""
@@ -49,11 +49,15 @@ class JobOptions:
     @classmethod
     def names(cls) -> tuple[str, ...]:
         """Return the names of all options as they are typed."""
-        return tuple(_typed(one.name) for one in fields(cls))
+        return tuple(_typed(option.name) for option in fields(cls))
 
     def words(self) -> list[str]:
         """Return the words of a command line that has these options."""
-        given = {one.name: getattr(self, one.name) for one in fields(self) if getattr(self, one.name) != one.default}
+        given = {
+            option.name: getattr(self, option.name)
+            for option in fields(self)
+            if getattr(self, option.name) != option.default
+        }
         return [_typed(name) if value is True else f"{_typed(name)}={value}" for name, value in given.items()]
 
 

@@ -53,7 +53,7 @@ class Output:
     log_dir: str | None = None
     is_merged: bool = False  # whether cell and rank stand before each line
     with_traceback: bool = False  # of xffl's own errors, too
-    failures: str | None = None  # the folder where the first failure is told to the process that started this one
+    failures: str | None = None  # the folder in which the process that started this one looks for the first failure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,7 @@ class JobRequest:
 def write_request(request: JobRequest) -> str:
     """Return the request to start ranks as text for :func:`read_request`."""
     layout = request.started.layout
-    told = {
+    values = {
         "command": request.command,
         "source": request.source,
         "variables": dict(request.variables),
@@ -98,21 +98,21 @@ def write_request(request: JobRequest) -> str:
         "limits": asdict(request.limits),
         "output": asdict(request.output),
     }
-    return json.dumps(told)
+    return json.dumps(values)
 
 
 def read_request(file: Path) -> JobRequest:
     """Read the request that the process which started this one has written."""
-    told: dict[str, Any] = json.loads(read_text(file, _MOST_BYTES))  # words may have bytes that are no UTF-8
-    hosts = [Host(**{**host, "switches": tuple(host["switches"])}) for host in told["hosts"]]
-    sizes = told["sizes"]
-    layout = lay_out(hosts, tuple(sizes) if isinstance(sizes, list) else sizes, told["replica_size"])
+    values: dict[str, Any] = json.loads(read_text(file, _MOST_BYTES))  # words may have bytes that are no UTF-8
+    hosts = [Host(**{**host, "switches": tuple(host["switches"])}) for host in values["hosts"]]
+    sizes = values["sizes"]
+    layout = lay_out(hosts, tuple(sizes) if isinstance(sizes, list) else sizes, values["replica_size"])
     return JobRequest(
         role=Role.RANKS,
-        command=tuple(told["command"]),
-        source=told["source"],
-        variables=told["variables"],
-        place=Place(kind=told["kind"], launcher=told["launcher"], layout=replace(layout, cell=told["cell"])),
-        limits=Limits(**told["limits"]),
-        output=Output(**told["output"]),
+        command=tuple(values["command"]),
+        source=values["source"],
+        variables=values["variables"],
+        place=Place(kind=values["kind"], launcher=values["launcher"], layout=replace(layout, cell=values["cell"])),
+        limits=Limits(**values["limits"]),
+        output=Output(**values["output"]),
     )

@@ -102,9 +102,9 @@ def request_start(options: JobOptions, job: Job, cells: AskedCells, start: Alloc
         restarts=RESTARTS if options.restarts is None else int(options.restarts),
     )
     if cells.is_all:
-        own = _all_cells(request, job)
+        of_cells = _all_cells(request, job)
         check_cells(layout.topology.cells, cells.required, federated)
-        return replace(request, role=Role.ALL_CELLS, variables=cells.variables, cells=own)
+        return replace(request, role=Role.ALL_CELLS, variables=cells.variables, cells=of_cells)
     variables = {**environment.federation_variables(layout.sizes, layout.replica_size), **cells.variables}
     if layout.sizes is not None:  # else the script says what its cells are, and its session checks them
         topology = layout.topology
@@ -134,17 +134,17 @@ def _all_cells(request: JobRequest, job: Job) -> tuple[JobRequest, ...]:
     hosts = [(Host(layout.hosts[0].name, size),) for size in sizes] if is_local else _hosts_of_cells(layout)
     cells = []
     for number, size in enumerate(sizes):
-        own = job.of_cell(number, len(sizes), size)
+        of_cell = job.of_cell(number, len(sizes), size)
         ranks = replace(lay_out(hosts[number], None, layout.replica_size), cell=number)
         alone = replace(
             request,
-            command=own.command,
-            source=own.source,
-            variables={**environment.federation_variables(None, layout.replica_size), **own.variables},
+            command=of_cell.command,
+            source=of_cell.source,
+            variables={**environment.federation_variables(None, layout.replica_size), **of_cell.variables},
             place=replace(start, launcher="local" if is_local else "srun", layout=ranks),
-            limits=replace(request.limits, timeout_s=own.timeout_s, timeout_by="launch.timeout_s"),
+            limits=replace(request.limits, timeout_s=of_cell.timeout_s, timeout_by="launch.timeout_s"),
             output=Output(with_traceback=request.output.with_traceback),
-            home=own.home,
+            home=of_cell.home,
         )
         cells.append(alone)
     return tuple(cells)
@@ -154,14 +154,14 @@ def _hosts_of_cells(layout: JobLayout) -> list[tuple[Host, ...]]:
     """Return the hosts of each cell, which are its own."""
     hosts, cells = list(layout.hosts), []
     for cell, size in enumerate(layout.topology.sizes):
-        own: list[Host] = []
-        while sum(host.slots for host in own) < size:
-            own.append(hosts.pop(0))
-        if sum(host.slots for host in own) != size:
+        chosen: list[Host] = []
+        while sum(host.slots for host in chosen) < size:
+            chosen.append(hosts.pop(0))
+        if sum(host.slots for host in chosen) != size:
             raise ConfigError(
-                f"cells {cell} and {cell + 1} share host {own[-1].name}, but an elastic cell is a step with hosts of "
-                "its own; give sizes that end with a host, or start a job for each cell: xffl exec --elastic URL "
+                f"cells {cell} and {cell + 1} share host {chosen[-1].name}, but an elastic cell is a step with hosts "
+                "of its own; give sizes that end with a host, or start a job for each cell: xffl exec --elastic URL "
                 "--cell 0/2"
             )
-        cells.append(tuple(own))
+        cells.append(tuple(chosen))
     return cells

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from xffl.cluster.lighthouse.address import parse_lighthouse, read_address
+from xffl.compat.datasets import ENVIRON
 from xffl.errors import LaunchError
 from xffl.journal.folder import JournalFolder
 from xffl.journal.records import PATIENCE_S, Journal
@@ -55,7 +56,7 @@ def parse_journal(what: str, text: str) -> str:
     return os.path.abspath(os.path.expanduser(text))
 
 
-def read_journal_variable(environ: Mapping[str, str] = os.environ) -> str | None:
+def read_journal_variable(environ: Mapping[str, str] = ENVIRON) -> str | None:
     """Return the place that the environment names; ``None`` where it names none.
 
     :param environ: The environment.
@@ -80,7 +81,7 @@ def derive_journal(lighthouse: str) -> str:
     return f"{_URL}{host}:{next_port(port)}"
 
 
-def cells_command(lighthouse: str, journal: str | None, environ: Mapping[str, str] = os.environ) -> str:
+def cells_command(lighthouse: str, journal: str | None, environ: Mapping[str, str] = ENVIRON) -> str:
     """Return the command that shows the cells of a run, as a line of a shell.
 
     :param lighthouse: Where the run's lighthouse is.

@@ -74,22 +74,22 @@ def bench_table(record: Mapping[str, Any], file: TextIO) -> None:
 
 def _check_record(record: Mapping[str, Any]) -> None:
     """Raise where something that a table or a figure shows is not there, or is of another type."""
-    told = Fields(record, "the record of xffl bench", hint="give what bench.json of xffl bench holds")
-    told.mapping_of("versions", MOST_ROWS, Fields.any)
-    for host in told.list_of("hosts", MOST_ROWS, Fields.mapping):
+    fields = Fields(record, "the record of xffl bench", hint="give what bench.json of xffl bench holds")
+    fields.mapping_of("versions", MOST_ROWS, Fields.any)
+    for host in fields.list_of("hosts", MOST_ROWS, Fields.mapping):
         for name in ("host", "ranks", "cpu", "device", "cores"):
             host.any(name)
-    told.any("date")
-    told.number("load_before")
-    layout = told.mapping("layout")
+    fields.any("date")
+    fields.number("load_before")
+    layout = fields.mapping("layout")
     layout.text("backend")
     layout.integer("world_size", 1)
     layout.list_of("federated_sizes", layout.integer("world_size"), Fields.integer, 1)
     layout.any("replica_size")
-    told.mapping("model").integer("bytes")
-    told.mapping("model").integer("tensors")
-    told.mapping("effort").integer("repeats")
-    for row in told.list_of("rows", MOST_ROWS, Fields.mapping):
+    fields.mapping("model").integer("bytes")
+    fields.mapping("model").integer("tensors")
+    fields.mapping("effort").integer("repeats")
+    for row in fields.list_of("rows", MOST_ROWS, Fields.mapping):
         _check_row(row)
 
 

@@ -3,6 +3,10 @@
 A round is simulated bucket by bucket on the resources of the rank with most work: a processor, a share of the slow
 link, a card inside the cell. Cells of one size are alike, so one of each size is simulated; a forecast for thousands of
 ranks takes milliseconds.
+
+Where buckets in flight hide the latency, a round takes what its busiest resource is busy for, which a sum says within
+2 % (``test_simulation_says_more_where_latency_is_not_hidden``). Where they do not, the link is idle between buckets and
+a round may take many times as long: that is what the simulation is for.
 """
 
 from __future__ import annotations
@@ -65,7 +69,7 @@ class Link:
     """A link, full-duplex.
 
     :param rate_gbps: What a payload gets in one direction, in Gbit/s (10^9 bits/s); infinity is allowed.
-    :param latency_s: Seconds until the first byte is there, one route.
+    :param latency_s: Seconds until the first byte arrives, one way.
     :raises ConfigError: if a number is invalid.
     """
 
@@ -399,8 +403,8 @@ def _vote_seconds(topology: Topology, link: Link, home: Link, *, is_asked: bool)
     if cells > 1:
         crossing = link.latency_s * (2 if is_asked else 1)
         # As much as leaves the largest cell, or reaches the smallest.
-        told = [vote_message_bytes(size, ranks) for size in topology.sizes]
-        crossing += link.seconds(max((cells - 1) * max(told), sum(told) - min(told)))
+        sent = [vote_message_bytes(size, ranks) for size in topology.sizes]
+        crossing += link.seconds(max((cells - 1) * max(sent), sum(sent) - min(sent)))
     return latencies + home.seconds(ballots) + crossing
 
 

@@ -261,8 +261,8 @@ def rank_memory(
     if zero:
         parts = _zero_parts(n, zero, share, training)
     if is_federated:
-        own = MASTER_BYTES if zero else kept  # with ZeRO, a round averages the weights in float32
-        copies = own * atomic + (own + 8) * codec + max(own, 4) * server
+        averaged = MASTER_BYTES if zero else kept  # with ZeRO, a round averages the weights in float32
+        copies = averaged * atomic + (averaged + 8) * codec + max(averaged, 4) * server
         parts.append(Amount("round", held * copies, f"U{cut} x {copies}"))
     return tuple(parts)
 
@@ -279,8 +279,8 @@ def _gathered(form: str, share: Share, training: TrainingSize) -> Amount:
     if form != "fsdp":
         buckets = share.whole * training.kept_bytes * (form == "ddp" and not training.gradient_as_bucket_view)
         casts = share.whole * used * (used < training.kept_bytes)
-        told = [f"U x {training.kept_bytes} (buckets)"] * bool(buckets) + [f"U x {used} (cast)"] * bool(casts)
-        return Amount("gathered", buckets + casts, " + ".join(told) or "0")
+        terms = [f"U x {training.kept_bytes} (buckets)"] * bool(buckets) + [f"U x {used} (cast)"] * bool(casts)
+        return Amount("gathered", buckets + casts, " + ".join(terms) or "0")
     if not share.layers:  # weights are freed before gradients are added up
         most = max(used, summed)
         return Amount("gathered", share.whole * (used + most), f"U x ({used} + {most})")

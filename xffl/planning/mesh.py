@@ -168,13 +168,13 @@ def mesh_figure(
 
 def _places(places: list[dict[str, int]], start: float) -> tuple[list[float], float]:
     """Return where squares begin, with a wider gap where more than the innermost axis changes, and the end."""
-    found, at = [], start
+    ranges, at = [], start
     for index, place in enumerate(places):
         if index:
             outer = [axis for axis in place if place[axis] != places[index - 1][axis]][:-1]
             at += 1.0 + GAP + (GROUP_GAP if outer else 0.0)
-        found.append(at)
-    return found, at + 1.0 + 0.35
+        ranges.append(at)
+    return ranges, at + 1.0 + 0.35
 
 
 def _draw_ranks(area: Axes, grid: Grid, x: list[float], y: list[float]) -> None:

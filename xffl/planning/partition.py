@@ -147,8 +147,8 @@ def _table(rows: list[list[int]], names: list[str]) -> Table:
     if len(rows) > MAX_CELLS:
         table.add_row("...")
     totals = [sum(column) for column in zip(*rows, strict=True)]
-    found = str(sum(total > 0 for total in totals))
-    table.add_row("all", str(sum(totals)), "", found, "", *map(str, totals[: len(names)]), style="bold")
+    classes = str(sum(total > 0 for total in totals))
+    table.add_row("all", str(sum(totals)), "", classes, "", *map(str, totals[: len(names)]), style="bold")
     return table
 
 

@@ -36,8 +36,8 @@ def traffic_lines(traffic: dict[str, Any]) -> list[str]:
     for kind in traffic["cell_kinds"]:
         names = ("all_gather_bytes_per_sender", "two_hop_bytes_per_sender", "home_bytes_per_sender")
         gathered, hopped, home = (bytes_text(kind[name]) for name in names)
-        told = f"{gathered} with all-gather, {hopped} with two-hop, {home} inside the cell"
-        lines.append(f"  a sender in a cell of {kind['ranks']}: {told}")
+        text = f"{gathered} with all-gather, {hopped} with two-hop, {home} inside the cell"
+        lines.append(f"  a sender in a cell of {kind['ranks']}: {text}")
     if "moments" in traffic:
         moments = traffic["moments"]
         named = ", ".join(f"{name} every {period}" for name, period in moments["periods"].items())
@@ -81,7 +81,7 @@ def forecast_lines(forecast: dict[str, Any]) -> list[str]:
     form = round_["form"].replace("_", "-")
     lines = ["", f"Forecast of a round every {forecast['every']} steps of {forecast['step_s']:g} s:"]
     lines.append(f"  takes       {seconds_text(round_['seconds'])} ({form}, codec {forecast['codec']}), of which")
-    lines += [f"    {phase:<7}   {seconds_text(round_['phases'][phase]):<8}  {told}" for phase, told in PHASES]
+    lines += [f"    {phase:<7}   {seconds_text(round_['phases'][phase]):<8}  {meaning}" for phase, meaning in PHASES]
     sent = bytes_text(round_["bytes_across_per_cell"])
     lines.append(f"  exposes     {seconds_text(round_['exposed'])}; each cell sends {sent}")
     lines.append(f"  training    {100 * round_['utilization']:.1f} % of the time")
@@ -119,19 +119,19 @@ def assumption_lines(assumptions: Sequence[str]) -> list[str]:
 def memory_lines(inside: dict[str, Any]) -> list[str]:
     """Write the memory of a rank, its traffic inside the cell, and both for other strategies."""
     name = inside["strategy"] + (f", ZeRO {inside['zero_stage']}" if inside["zero_stage"] else "")
-    found = ["", f"Memory of a rank in cell {inside['cell']} ({name}), beside activations:"]
-    found += part_lines(inside["memory"])
-    found.append(f"  {'total':<12}  {known(inside['total_bytes'])}")
-    found += ["", "A rank sends inside the cell, in a forward and backward pass:"]
-    found += part_lines(inside["traffic"]) or ["  nothing"]
-    found += ["", "With P parameters, U of them (P / pp / tp) on a stage, cut over n = dp_shard x cp ranks,"]
-    found += ["R = dp_replicate, t = tp, c = cp, tokens = batch x sequence / cp.", "", "Strategies for this cell:"]
+    lines = ["", f"Memory of a rank in cell {inside['cell']} ({name}), beside activations:"]
+    lines += part_lines(inside["memory"])
+    lines.append(f"  {'total':<12}  {known(inside['total_bytes'])}")
+    lines += ["", "A rank sends inside the cell, in a forward and backward pass:"]
+    lines += part_lines(inside["traffic"]) or ["  nothing"]
+    lines += ["", "With P parameters, U of them (P / pp / tp) on a stage, cut over n = dp_shard x cp ranks,"]
+    lines += ["R = dp_replicate, t = tp, c = cp, tokens = batch x sequence / cp.", "", "Strategies for this cell:"]
     width = max(map(len, inside["strategies"]))
     columns = [name for name in COLUMNS if any(name in row for row in inside["strategies"].values())]
-    found.append("  " + " " * width + "".join(name.rjust(12) for name in columns))
+    lines.append("  " + " " * width + "".join(name.rjust(12) for name in columns))
     for label, row in inside["strategies"].items():
-        found.append("  " + label.ljust(width) + "".join(known(row[name]).rjust(12) for name in columns))
-    return found
+        lines.append("  " + label.ljust(width) + "".join(known(row[name]).rjust(12) for name in columns))
+    return lines
 
 
 def part_lines(parts: list[dict[str, Any]]) -> list[str]:

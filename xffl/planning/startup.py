@@ -1,7 +1,7 @@
 """What ranks do beside training, from the number of ranks alone: start-up over rank 0's store, and votes of rounds.
 
 One model of costs: ``xffl plan --startup`` prints it, and a simulator in the tests plays xffl's own code and compares
-what it counts. What gloo does for a call is told by its sources (torch 2.11 to 2.13, ``third_party/gloo``):
+what it counts. What gloo does for a call is read from its sources (torch 2.11 to 2.13, ``third_party/gloo``):
 https://github.com/pytorch/gloo/blob/main/gloo/transport/tcp/context.cc (``createAndConnectAllPairs``),
 ``allreduce.cc``, ``allgather.cc``, ``broadcast.cc`` and ``barrier.cc``.
 """
@@ -15,7 +15,7 @@ from xffl.compat import gloo_connections
 from xffl.costs import (
     MOST_IN_TABLES,
     neighbours_of_barrier,
-    neighbours_of_votes,
+    peers_in_votes,
     ranks_below,
     vote_message_bytes,
 )
@@ -152,7 +152,7 @@ def forecast_rank(topology: Topology, rank: int) -> RankStartup:
         connections += opened
     opened = world - 1
     if not is_mesh(world, world):
-        opened = len(neighbours_of_barrier(rank, world) | neighbours_of_votes(topology, rank))
+        opened = len(neighbours_of_barrier(rank, world) | peers_in_votes(topology, rank).ranks)
     known = None if is_mesh(world, world) else opened
     return RankStartup(
         requests=requests + store_requests_of_group(world, known),
@@ -179,14 +179,13 @@ def _doublings(size: int) -> int:
 
 def vote_of_rank(topology: Topology, rank: int) -> tuple[int, int]:
     """Return how many messages a rank sends in a vote, and their bytes; pure."""
+    peers = peers_in_votes(topology, rank)
+    below = len(peers.below)
+    above = len(peers.ranks) - below
     cell = topology.cell_of(rank)
-    start = topology.offsets[cell]
-    place = rank - start
     size = topology.sizes[cell]
-    below = sum(child < size for child in (2 * place + 1, 2 * place + 2))
-    above = topology.cells - 1 if place == 0 else 1
     world = topology.world_size
-    told_above = size if place == 0 or world <= MOST_IN_TABLES else ranks_below(place, size)
+    told_above = ranks_below(rank - topology.offsets[cell], size) if world > MOST_IN_TABLES else size
     return (
         below + above,
         below * vote_message_bytes(world, world) + above * vote_message_bytes(told_above, world),

@@ -118,7 +118,7 @@ def round_traffic(
                 "home_bytes_per_cell": (replicas - 1) * model,
             }
         )
-    told: dict[str, Any] = {
+    traffic: dict[str, Any] = {
         "model_bytes": model,
         "cells": cells,
         "link_gbps": link_gbps,
@@ -128,15 +128,15 @@ def round_traffic(
         "assumptions": list(ROUND_ASSUMPTIONS),
     }
     if moments:
-        told["moments"] = {
+        traffic["moments"] = {
             "periods": dict(moments),
             "mean_bytes": model * sum(1 / period for period in moments.values()),
             "most_bytes": model * len(moments),
         }
     if pcie_gbps is not None:
-        told["pcie"] = _host_copies(kinds, pcie_gbps)
-        told["assumptions"].append(PCIE_ASSUMPTION)
-    return told
+        traffic["pcie"] = _host_copies(kinds, pcie_gbps)
+        traffic["assumptions"].append(PCIE_ASSUMPTION)
+    return traffic
 
 
 def _host_copies(kinds: Sequence[Mapping[str, Any]], gbps: float) -> dict[str, Any]:

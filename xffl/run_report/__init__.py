@@ -1,8 +1,8 @@
 """The HTML page about a run, or about several compared.
 
-``reader`` reads what exists of a run folder, ``elastic`` makes one run of the folders of an elastic run's cells,
-``summary`` turns it into numbers and texts, ``figures`` draws it, and ``page`` writes figures and texts into one HTML
-file, by the template ``page.html.j2``.
+``reader`` reads what exists of a run folder, rounds into a ``table``; ``elastic`` makes one run of the folders of an
+elastic run's cells; ``summary`` turns it into numbers and texts. ``catalogue`` lists the figures, which ``figures``
+draws, and ``page`` writes figures and texts into one HTML file, by the template ``page.html.j2``.
 """
 
 from __future__ import annotations

@@ -81,16 +81,16 @@ class History:
     @property
     def cells(self) -> int:
         """How many cells are known."""
-        return max(max(len(_there(one).weights), 1 + max(_there(one).cells)) for one in self.rounds)
+        return max(max(len(_there(record).weights), 1 + max(_there(record).cells)) for record in self.rounds)
 
     @property
     def repeated(self) -> int:
         """How many tries of rounds were not taken."""
-        return sum(_there(one).tries - 1 for one in self.rounds)
+        return sum(_there(record).tries - 1 for record in self.rounds)
 
     @property
     def epochs(self) -> list[tuple[int, int]]:
-        """The places of the first and the last of consecutive rounds that the same cells made, in the same lives."""
+        """The places of the first and the last of consecutive rounds that the same cells made, without a restart."""
         epochs = groupby(range(len(self.rounds)), lambda at: _who(self.rounds[at]))
         return [(places[0], places[-1]) for places in (list(of_epoch) for _, of_epoch in epochs)]
 
@@ -103,7 +103,7 @@ class History:
             weighs = any(weight > 0 for weight in there.weights[cell : cell + 1])
             return Presence.CONTRIBUTED if weighs else Presence.IDLE
 
-        return [state(_there(one)) for one in self.rounds]
+        return [state(_there(record)) for record in self.rounds]
 
     def lives(self, cell: int) -> list[int | None]:
         """Return how often a cell had been started again by each round; ``None`` where it is not known."""
@@ -111,7 +111,7 @@ class History:
         return [dict(zip(there.cells, there.restarts, strict=False)).get(cell) for there in several]
 
     def restarts(self, cell: int) -> list[int]:
-        """Return the places of the rounds that were the first of another life of a cell."""
+        """Return the places of the first rounds after a restart of a cell."""
         known = [(0, 0), *((at, life) for at, life in enumerate(self.lives(cell)) if life is not None)]
         return [at for (_, before), (at, life) in pairwise(known) if life != before]
 
@@ -122,15 +122,15 @@ class History:
         restarts = sum(after - before if after >= before else after for before, after in pairwise(known))
         steps: dict[int, float] = defaultdict(float)
         weights: dict[int, float] = defaultdict(float)
-        for one, state in zip(self.rounds, states, strict=True):
+        for record, state in zip(self.rounds, states, strict=True):
             if state == Presence.CONTRIBUTED:
-                weights[one.fragment] += _there(one).weights[cell]
-                steps[one.fragment] += sum(_there(one).steps[cell : cell + 1])
+                weights[record.fragment] += _there(record).weights[cell]
+                steps[record.fragment] += sum(_there(record).steps[cell : cell + 1])
         return CellTotals(
             states.count(Presence.CONTRIBUTED),
             idle=states.count(Presence.IDLE),
             missed=states.count(Presence.MISSED),
-            last=max((one.number for one in self.rounds if cell in _there(one).cells), default=None),
+            last=max((record.number for record in self.rounds if cell in _there(record).cells), default=None),
             restarts=restarts if len(known) > 1 else None,
             steps=max(steps.values(), default=0.0),
             weight=max(weights.values(), default=0.0),
@@ -138,8 +138,8 @@ class History:
 
     def place(self, times: NDArray[np.float64], start: float) -> NDArray[np.float64]:
         """Return how far the run was at Unix seconds, in rounds: 2.5 is in the middle between rounds 2 and 3."""
-        numbers = [float(one.number) for one in self.rounds]
-        when = np.maximum.accumulate([start, *(one.time for one in self.rounds)])
+        numbers = [float(record.number) for record in self.rounds]
+        when = np.maximum.accumulate([start, *(record.time for record in self.rounds)])
         return np.interp(times, when, [numbers[0] - 1, *numbers])
 
     def spans(self, cell: int, start: float, end: float) -> list[tuple[float, float]]:
@@ -150,12 +150,12 @@ class History:
         """
         spans: list[tuple[float, float]] = []
         lives, is_there = self.lives(cell), False
-        for at, one in enumerate(self.rounds):
-            was_there, is_there = is_there, cell in _there(one).cells
+        for at, record in enumerate(self.rounds):
+            was_there, is_there = is_there, cell in _there(record).cells
             if is_there and was_there and lives[at] == lives[at - 1]:
-                spans[-1] = (spans[-1][0], one.time)
+                spans[-1] = (spans[-1][0], record.time)
             elif is_there:
-                spans.append((start if at == 0 else one.time - one.seconds, one.time))
+                spans.append((start if at == 0 else record.time - record.seconds, record.time))
         if spans:
             spans[-1] = (spans[-1][0], max(spans[-1][1], end))
         return spans
@@ -195,18 +195,18 @@ def find_runs(folders: Sequence[str | os.PathLike[str]]) -> list[RunPlace]:
         if folder in queued:
             continue
         inside = [] if is_run(folder) or not folder.is_dir() else sorted(filter(is_run, folder.iterdir()))
-        is_whole = bool(inside) and all(elastic_place(one) is not None for one in inside)
+        is_whole = bool(inside) and all(elastic_place(path_inside) is not None for path_inside in inside)
         for path in inside if is_whole else [folder]:
-            resolved, told = path.resolve(), elastic_place(path)
-            if told is None:
+            resolved, place_in_run = path.resolve(), elastic_place(path)
+            if place_in_run is None:
                 places.append(RunPlace(path, {}))
                 continue
             if resolved.parent not in by_parent:
                 by_parent[resolved.parent] = RunPlace(path.parent, {})
                 places.append(by_parent[resolved.parent])
-            other = by_parent[resolved.parent].cells.setdefault(told[0], path)
+            other = by_parent[resolved.parent].cells.setdefault(place_in_run[0], path)
             if other.resolve() != resolved:
-                raise ConfigError(f"{other} and {path} are both of cell {told[0]} of one run; give one")
+                raise ConfigError(f"{other} and {path} are both of cell {place_in_run[0]} of one run; give one")
             if resolved in seen:
                 raise ConfigError(f"run {path} is given twice; give each run once")
             seen.add(resolved)
@@ -257,7 +257,10 @@ def _join_cells(place: RunPlace, name: str) -> Run:
     rounds = {cell: records for cell, part in parts.items() for records in part.rounds.values()}
     history = History.of(record for records in rounds.values() for record in records)
     first = next(iter(parts.values()))
-    sizes = max((told[1] for told in map(elastic_place, place.cells.values()) if told is not None), key=len)
+    sizes = max(
+        (place_in_run[1] for place_in_run in map(elastic_place, place.cells.values()) if place_in_run is not None),
+        key=len,
+    )
     notes: dict[str, list[str]] = {}
     for cell, part in parts.items():
         for note in part.notes:
@@ -281,16 +284,16 @@ def _join_cells(place: RunPlace, name: str) -> Run:
     if absent := sorted({*range(known)} - {*parts}):
         run.notes.append(f"no folder of cell {', '.join(map(str, absent[:20]))}{', ...' if len(absent) > 20 else ''}")
     if history.apart:
-        run.notes.append(f"{history.apart} rounds, made by cells without the others, were not gone on from")
+        run.notes.append(f"{history.apart} rounds, made by cells without the others, were not continued")
     return run
 
 
 def _joined_metrics(parts: Mapping[int, Run]) -> dict[int | None, Metrics]:
     """Return the metrics of each cell; what it has measured at rounds, over all cells of its world, is its own, too."""
-    own = {cell: metrics for cell, part in parts.items() for metrics in part.cell_metrics.values()}
-    taken = {name for metrics in own.values() for name in metrics.series}
+    of_cells = {cell: metrics for cell, part in parts.items() for metrics in part.cell_metrics.values()}
+    taken = {name for metrics in of_cells.values() for name in metrics.series}
     joined: dict[int | None, Metrics] = {}
-    for cell, metrics in own.items():
+    for cell, metrics in of_cells.items():
         at_rounds = parts[cell].metrics[None].series if None in parts[cell].metrics else {}
         more = {f"{name} at rounds" if name in taken else name: series for name, series in at_rounds.items()}
         joined[cell] = replace(metrics, series={**metrics.series, **more})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from xffl.planning.figures import FRAME, INK, MUTED, PALETTE, new_figure, plain_axes
 from xffl.run_report.elastic import History, Presence
 from xffl.run_report.reader import RoundRecord, Run, Series
-from xffl.run_report.summary import cell_name, label_text, mean_phases, number_text, seconds_text
+from xffl.run_report.summary import cell_name, label_text, number_text, seconds_text
+from xffl.run_report.table import Table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "STYLES",
+    "bars_figure",
     "participation_figure",
-    "phases_figure",
     "rounds_figure",
     "run_style",
     "traffic_figure",
@@ -53,6 +54,8 @@ STYLES = {"-": "solid", "--": "dashed", "-.": "double", ":": "dotted"}
 STEPS, EXPOSED, BEHIND, EPOCH = "#E1E5EA", PALETTE[3], PALETTE[5], "#F7F0DC"
 STATES = {Presence.CONTRIBUTED: PALETTE[0], Presence.IDLE: PALETTE[1], Presence.MISSED: "white"}
 """Colours of what a cell does in a round of an elastic run."""
+BYTES = {"bytes_across": "sent between cells", "bytes_home": "sent within cells"}
+"""Columns of the rounds' table that count bytes, and how an axis names them."""
 PHASES = ("vote", "pack", "encode", "across", "combine", "home", "commit", "wait")
 """Each has its colour in all figures, in the order of the palette."""
 
@@ -144,7 +147,7 @@ def value_figure(runs: Sequence[Run], name: str) -> tuple[Figure, str]:
     for drawn in (lines, by_round):
         drawn.sort(key=lambda line: line[0].width)
     label, is_bytes = name.rpartition("/")[2].replace("_", " "), name.endswith("bytes")
-    bands, told = _epoch_bands(runs)
+    bands, band_notes = _epoch_bands(runs)
     if all(run.history is not None for run in runs):
         panels = [Panel(by_round, x="round", label=label, is_bytes=is_bytes, bands=bands["round"])]
     else:
@@ -161,7 +164,9 @@ def value_figure(runs: Sequence[Run], name: str) -> tuple[Figure, str]:
             "smallest to their largest."
         )
     left = "optimizer steps" if panels[0].x == "step" else "rounds"
-    return figure, " ".join([f"{name} of {what}, against {left} (left) and wall-clock time (right).", *told, *notes])
+    return figure, " ".join(
+        [f"{name} of {what}, against {left} (left) and wall-clock time (right).", *band_notes, *notes]
+    )
 
 
 def _broken(series: Series, spans: Sequence[tuple[float, float]]) -> Series:
@@ -198,26 +203,25 @@ def _are_same(several: Sequence[Series]) -> bool:
     )
 
 
-def traffic_figure(runs: Sequence[Run]) -> tuple[Figure, str]:
+def traffic_figure(runs: Sequence[Run], columns: Sequence[str] = tuple(BYTES)) -> tuple[Figure, str]:
     """Draw the bytes sent so far between and within cells: of a single run by cell, and the sum of each run."""
     panels = []
-    for name, label in (("bytes_across", "sent between cells"), ("bytes_home", "sent within cells")):
+    for name in columns:
         lines: list[Line] = []
         for index, run in enumerate(runs):
             if not run.rounds or run.started is None:
                 continue
             cells = sorted(run.rounds) if len(runs) == 1 else []
-            by_cell: dict[int | None, list[RoundRecord]] = {cell: run.rounds[cell] for cell in cells}
+            by_cell: dict[int | None, Table] = {cell: run.round_table.where("cell", cell) for cell in cells}
             looks = _looks_of(runs, index, cells, has_all=True)
             if len(by_cell) != 1:
-                by_cell[None] = [record for records in run.rounds.values() for record in records]
-            for cell, records in by_cell.items():
-                ordered = sorted(records, key=lambda record: record.time)
-                steps = [0.0, *(float(record.step) for record in ordered)]
-                times = [run.started, *(record.time for record in ordered)]
-                sums = np.cumsum([0.0, *(getattr(record, name) for record in ordered)])
-                lines.append((looks[cell], Series(np.array(steps), np.array(times), sums), run.started))
-        panels.append(Panel(lines, "time", label, is_bytes=True))
+                by_cell[None] = run.round_table
+            for cell, table in by_cell.items():
+                ordered = table.sorted_by("time")
+                steps, times = np.insert(ordered["step"], 0, 0.0), np.insert(ordered["time"], 0, run.started)
+                sums = np.cumsum(np.insert(ordered[name], 0, 0.0))
+                lines.append((looks[cell], Series(steps, times, sums), run.started))
+        panels.append(Panel(lines, "time", BYTES[name], is_bytes=True))
     figure, thinning = draw_panels("traffic of rounds", panels, stairs=True)
     notes = ["Bytes sent so far, over the slow link between cells (left) and inside cells (right)."]
     notes += [f"{run.name} has no rounds." for run in runs if not run.rounds]
@@ -367,6 +371,7 @@ class _Lane(NamedTuple):
 
     name: str
     rounds: list[RoundRecord]
+    table: Table
     start: float
     end: float
     spans: list[tuple[float, float]]
@@ -386,7 +391,14 @@ def _lanes(runs: Sequence[Run]) -> tuple[list[_Lane], list[str]]:
                 last = run.metrics[cell].last_time if cell in run.metrics else run.started
                 spans = run.history.spans(cell, run.started, last)
             lanes.append(
-                _Lane(label_text(name), rounds=run.rounds[cell], start=run.started, end=run.ended, spans=spans)
+                _Lane(
+                    label_text(name),
+                    rounds=run.rounds[cell],
+                    table=run.round_table.where("cell", cell),
+                    start=run.started,
+                    end=run.ended,
+                    spans=spans,
+                )
             )
         if len(run.rounds) > each:
             notes.append(f"The first {each} of the {len(run.rounds)} cells of {run.name} are drawn.")
@@ -414,7 +426,7 @@ def rounds_figure(runs: Sequence[Run]) -> tuple[Figure, str]:
     from matplotlib.patches import Patch
 
     lanes, hidden = _lanes(runs)
-    bands, told = _epoch_bands(runs)
+    bands, band_notes = _epoch_bands(runs)
     # A run may have nothing but a round that took no time.
     spans = [(0.0, max(1e-3, *(lane.end - lane.start for lane in lanes)))]
     if len(runs) == 1 and max(len(lane.rounds) for lane in lanes) > 2 * CLOSE_UP:
@@ -446,7 +458,7 @@ def rounds_figure(runs: Sequence[Run]) -> tuple[Figure, str]:
     ]
     if any(run.history for run in runs):
         lost = "rounds of which a restart has lost the record are not marked"
-        caption += [f"Nothing is drawn where a cell was in no round; {lost}.", *told]
+        caption += [f"Nothing is drawn where a cell was in no round; {lost}.", *band_notes]
     caption += dict.fromkeys(notes)
     if len(spans) > 1:
         caption.append("Below: some rounds from the middle, with the local steps between them.")
@@ -562,7 +574,7 @@ def participation_figure(history: History, title: str) -> tuple[Figure, str]:
     for row in cells:
         # What is done in a round, and the place among the rounds without gaps that it begins.
         done = zip(numbers, history.states(row), strict=True)
-        for (state, _), block in groupby(enumerate(done), lambda one: (one[1][1], one[1][0] - one[0])):
+        for (state, _), block in groupby(enumerate(done), lambda entry: (entry[1][1], entry[1][0] - entry[0])):
             inside = [number for _, (number, _) in block]
             if state == Presence.LEFT:
                 place = (inside[0] - 0.5, row)
@@ -593,29 +605,44 @@ def participation_figure(history: History, title: str) -> tuple[Figure, str]:
     return figure, " ".join(caption)
 
 
-def phases_figure(runs: Sequence[Run]) -> tuple[Figure, str]:
-    """Draw the mean time of each phase of a round, a bar for each cell; return the figure and its caption."""
+def bars_figure(
+    runs: Sequence[Run],
+    columns: Sequence[str],
+    reduce: Callable[[NDArray[np.float64]], float],
+    title: str,
+    caption: str,
+    x_label: str,
+) -> tuple[Figure, str]:
+    """Draw a bar for each cell, stacked of seconds in columns of the rounds' table; return the figure and its caption.
+
+    ``columns`` are names or patterns, such as ``phase/*``; ``reduce`` makes one number of a column's rows of a cell,
+    such as ``numpy.mean``.
+    """
     lanes, hidden = _lanes(runs)
-    means = [mean_phases(lane.rounds) for lane in lanes]
-    recorded = {name for mean in means for name in mean}
-    names = [*(name for name in PHASES if name in recorded), *sorted(recorded - set(PHASES))]
-    height = HEAD + LANE * len(lanes) + FOOT + LEGEND
-    figure = new_figure(WIDTH, height)
-    unit, scale = ("s", 1.0) if max(sum(mean.values()) for mean in means) >= 1 else ("ms", 1e-3)
-    x_label, rows = f"mean time of a round ({unit})", [lane.name for lane in lanes]
-    axes = _lane_axes(figure, names=rows, top=height - HEAD, right=1.6, title="phases of a round", x_label=x_label)
+    tables = [lane.table for lane in lanes]
+    parts = {name: name.rpartition("/")[2] for table in tables for name in table.names(*columns)}
+    known = ("between rounds", *PHASES)
+    names = sorted(parts, key=lambda name: (known.index(parts[name]) if parts[name] in known else len(known), name))
+    bars = {name: np.array([float(reduce(table[name])) for table in tables]) for name in names}
+    figure = new_figure(WIDTH, HEAD + LANE * len(lanes) + FOOT + LEGEND)
+    unit, scale = _time_unit(float(sum(bars.values(), np.zeros(len(lanes))).max()))
+    axes = _lane_axes(
+        figure,
+        names=[lane.name for lane in lanes],
+        top=LANE * len(lanes) + FOOT + LEGEND,
+        right=1.6,
+        title=title,
+        x_label=f"{x_label} ({unit})",
+    )
     ends = np.zeros(len(lanes))
-    for name in names:
-        widths = np.array([mean.get(name, 0.0) for mean in means]) / scale
-        colour = PALETTE[PHASES.index(name)] if name in PHASES else MUTED
-        axes.barh(range(len(lanes)), widths, left=ends, height=0.66, color=colour, label=label_text(name))
-        ends += widths
+    for name, seconds in bars.items():
+        part = parts[name]
+        colour = PALETTE[PHASES.index(part)] if part in PHASES else STEPS if part in known else MUTED
+        axes.barh(range(len(lanes)), seconds / scale, left=ends, height=0.66, color=colour, label=label_text(part))
+        ends += seconds / scale
     for row, end in enumerate(ends):
         axes.text(end, row, f" {seconds_text(float(end) * scale)}", fontsize=9, color=INK, va="center")
     axes.set_ylim(len(lanes) - 0.5, -0.5)
     axes.margins(x=0.02)
-    figure.legend(loc="lower center", ncols=len(names), frameon=False, fontsize=9)
-    caption = "The time that the first rank of each cell spends on a round, as the mean over its rounds."
-    if any(record.is_delayed for lane in lanes for record in lane.rounds):
-        caption += " Of delayed rounds training waits only for pack, commit and wait; the others run behind it."
+    figure.legend(loc="lower center", ncols=len(names), frameon=False, fontsize=9, columnspacing=1.2)
     return figure, " ".join([caption, *hidden])

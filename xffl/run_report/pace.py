@@ -68,15 +68,17 @@ def find_slowest_cells(run: Run) -> SlowestCells | None:
     period = _period(run)
     if len(cells) < 2 or period <= 0:
         return None
-    means = {cell: statistics.fmean(one[cell] for one in waits if cell in one) for cell in cells}
+    means = {cell: statistics.fmean(of_round[cell] for of_round in waits if cell in of_round) for cell in cells}
     last = min(cells, key=means.__getitem__)
     lead = {cell: _differences(waits, last, cell) for cell in cells if cell != last}
     chance = CHANCE / (len(cells) * (len(cells) - 1))
-    faster = {cell: found for cell, found in lead.items() if _is_beyond_noise(found, MATERIAL * period, chance)}
+    faster = {
+        cell: lead_over for cell, lead_over in lead.items() if _is_beyond_noise(lead_over, MATERIAL * period, chance)
+    }
     if not faster:
         return None
     slowest = tuple(cell for cell in cells if cell not in faster)
-    waited = statistics.fmean(statistics.fmean(found) for found in faster.values())
+    waited = statistics.fmean(statistics.fmean(lead_over) for lead_over in faster.values())
     return SlowestCells(slowest, waited, waited / period)
 
 
@@ -94,7 +96,7 @@ def _waits(by_cell: Mapping[int, RoundRecord]) -> dict[int, float]:
 
 def _differences(waits: Sequence[Mapping[int, float]], later: int, sooner: int) -> list[float]:
     """Return by how much one cell came later than another in each round of both."""
-    return [one[sooner] - one[later] for one in waits if later in one and sooner in one]
+    return [of_round[sooner] - of_round[later] for of_round in waits if later in of_round and sooner in of_round]
 
 
 def _is_beyond_noise(differences: Sequence[float], material: float, chance: float) -> bool:
@@ -102,7 +104,7 @@ def _is_beyond_noise(differences: Sequence[float], material: float, chance: floa
         return False
     mean = statistics.fmean(differences)
     error = statistics.stdev(differences) / math.sqrt(len(differences))
-    usually = sum(one > 0 for one in differences) / len(differences)
+    usually = sum(difference > 0 for difference in differences) / len(differences)
     needed = _t_quantile(chance, len(differences) - 1)
     return mean > material and mean > needed * error and usually >= USUALLY
 

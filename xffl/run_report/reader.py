@@ -22,6 +22,7 @@ from xffl.files import TEXT_FILE_LIMIT, open_regular, read_bytes
 from xffl.json_text import parse_json
 from xffl.planning.text import counted
 from xffl.reading import COUNT_LIMIT
+from xffl.run_report.table import Table
 from xffl.topology import Topology
 from xffl.yaml_text import flattened, parse_yaml
 
@@ -69,7 +70,7 @@ class Series(NamedTuple):
 class Metrics:
     """A file of metrics: series by name, the largest step and epoch (from 0), and the number of samples.
 
-    A cell that has come into a run again, after the run had gone on with fewer cells, has counted its samples anew.
+    A cell that returned to a run which had continued with fewer cells has counted its samples anew.
     """
 
     series: dict[str, Series]
@@ -185,14 +186,14 @@ class Run:
 
     @property
     def gone_cells(self) -> tuple[int, ...]:
-        """Cells that have records and are no more, since the run has gone on with fewer cells."""
+        """Cells that have records but left the run, which continued with fewer cells."""
         if self.topology is None or self.is_elastic or self.parts:
             return ()
         return tuple(cell for cell in self.cell_metrics if cell >= self.topology.cells)
 
     @cached_property
     def series(self) -> dict[str, dict[int | None, Series]]:
-        """Each value's series by cell; rounds give norms, errors of codecs, divergences, and cells that were there."""
+        """Each value's series by cell; rounds give norms, errors of codecs, divergences, and cells that took part."""
         series: dict[str, dict[int | None, Series]] = {}
         cells = sorted(self.metrics, key=lambda cell: (cell is not None, cell or 0))  # all cells together first
         for cell in cells:
@@ -201,6 +202,50 @@ class Run:
         for name, by_cell in _series_of_rounds(self).items():
             series.setdefault(name, {}).update(by_cell)
         return series
+
+    @cached_property
+    def round_table(self) -> Table:
+        """All rounds of all cells, a row each.
+
+        The columns are ``cell``, ``number``, ``step``, ``time``, ``seconds``, ``exposed``, ``hidden``, ``behind``,
+        ``bytes_across`` and ``bytes_home`` of :class:`RoundRecord`; ``between rounds``, the seconds from the cell's
+        previous round, or from its start, in which it trained; ``phase/NAME`` for each phase, and ``exposed/NAME`` for
+        those in which training stood still.
+        """
+        return Table.of_rows(row for cell, records in sorted(self.rounds.items()) for row in self._rows(cell, records))
+
+    def _rows(self, cell: int, records: Sequence[RoundRecord]) -> Iterator[dict[str, float]]:
+        start = records[0].time - records[0].seconds if self.started is None else self.started
+        spans = [(start, math.inf)] if self.history is None else self.history.spans(cell, start, start)
+        begins = iter([*(begin for begin, _ in spans), math.inf])
+        trained_from, next_begin = start, next(begins)
+        for record in records:
+            begin = record.time - record.seconds
+            # A cell that was away trains again from where its next span begins.
+            while next_begin <= begin:
+                trained_from, next_begin = max(trained_from, next_begin), next(begins)
+            until = record.time - record.exposed
+            phases = record.phases
+            yield {
+                "cell": cell,
+                "number": record.number,
+                "step": record.step,
+                "time": record.time,
+                "seconds": record.seconds,
+                "exposed": record.exposed,
+                "hidden": record.hidden,
+                "behind": record.seconds - record.exposed,
+                "bytes_across": record.bytes_across,
+                "bytes_home": record.bytes_home,
+                "between rounds": max(0.0, until - trained_from),
+                **{f"phase/{name}": value for name, value in phases.items()},
+                **{
+                    f"exposed/{name}": value
+                    for name, value in phases.items()
+                    if not record.is_delayed or name in EXPOSED_PHASES
+                },
+            }
+            trained_from = max(trained_from, record.time)
 
     @cached_property
     def started(self) -> float | None:
@@ -238,8 +283,8 @@ def read_run(folder: str | os.PathLike[str], name: str | None = None) -> Run:
     run = Run(
         folder=path,
         name=path.resolve().name if name is None else name,
-        metrics={cell: found for cell, found in metrics.items() if found is not None},
-        rounds={cell: found for cell, found in rounds.items() if found},
+        metrics={cell: content for cell, content in metrics.items() if content is not None},
+        rounds={cell: content for cell, content in rounds.items() if content},
         topology=_make(_topology, topology, notes, "topology.json does not describe a federation"),
         is_federated=topology.get("federated") is True,
         partition=_make(_partition, partition, notes, "partition.json does not describe a partition"),
@@ -267,9 +312,9 @@ def elastic_place(path: Path) -> tuple[int, tuple[int, ...]] | None:
 
     Older runs do not say so: there the folder is called ``cell_1``, its rounds have epochs, and ranks are unknown.
     """
-    told = _load(path / "topology.json", parse_json, []).get("elastic")
-    if isinstance(told, dict) and type(told.get("cell")) is int:
-        return told["cell"], tuple(int(size) for size in _list(told.get("cells")) if math.isfinite(size))
+    place = _load(path / "topology.json", parse_json, []).get("elastic")
+    if isinstance(place, dict) and type(place.get("cell")) is int:
+        return place["cell"], tuple(int(size) for size in _list(place.get("cells")) if math.isfinite(size))
     match = re.fullmatch(r"cell_([0-9]{1,9})", path.resolve().name)
     rounds = path / "rounds" / "cell_0.jsonl"
     if match is None or not rounds.is_file():
@@ -624,7 +669,7 @@ def _missing(run: Run) -> list[str]:
     for cell in run.gone_cells:
         here = "fewer" if run.topology is None else counted(run.topology.cells, "cell")
         notes.append(
-            f"cell {cell} is no more: the run has gone on with {here}; its records end at step {run.metrics[cell].step}"
+            f"cell {cell} has left: the run continued with {here}; its records end at step {run.metrics[cell].step}"
         )
     for name in ("topology.json", "partition.json", "config.yaml", "origins.json", "environment.json"):
         content = run.configuration if name == "config.yaml" else getattr(run, name.removesuffix(".json"))

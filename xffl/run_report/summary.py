@@ -7,8 +7,7 @@ import math
 import re
 import shlex
 import statistics
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from numpy.typing import NDArray
 
 from xffl.planning.text import bytes_text, counted
 from xffl.run_report.pace import find_slowest_cells
-from xffl.run_report.reader import RoundRecord, Run, Series
+from xffl.run_report.reader import Run, Series
 
 __all__ = [
     "SECTIONS",
@@ -25,7 +24,6 @@ __all__ = [
     "cell_table",
     "environment_tables",
     "label_text",
-    "mean_phases",
     "number_text",
     "printable",
     "read_settings",
@@ -192,7 +190,11 @@ class ValueSummary:
 def sum_up_values(run: Run, name: str | None = None) -> list[ValueSummary]:
     """Sum up each value, or one, in each cell, all cells together first."""
     names = run.series if name is None else {name} & set(run.series)
-    return [_sum_up_series(one, cell, series) for one in names for cell, series in run.series[one].items()]
+    return [
+        _sum_up_series(value_name, cell, series)
+        for value_name in names
+        for cell, series in run.series[value_name].items()
+    ]
 
 
 def _sum_up_series(name: str, cell: int | None, series: Series) -> ValueSummary:
@@ -228,12 +230,6 @@ def _finite(several: Iterable[Series]) -> list[NDArray[np.float64]]:
     return [values for values in finite if len(values)]
 
 
-def mean_phases(rounds: Sequence[RoundRecord]) -> dict[str, float]:
-    """Return the mean seconds of each phase, in the order in which they appear."""
-    names = dict.fromkeys(name for record in rounds for name in record.phases)
-    return {name: statistics.fmean(record.phases.get(name, 0.0) for record in rounds) for name in names}
-
-
 def summary_rows(run: Run) -> list[tuple[str, str]]:
     """Return the rows of the summary, names and texts; all runs have the same, but for throughput and memory.
 
@@ -256,15 +252,15 @@ def summary_rows(run: Run) -> list[tuple[str, str]]:
     if rounds := len({record.number for record in records if not record.is_skipped}):
         # Every cell records the same rounds.
         dropped = sum({record.number: len(record.dropped) for record in records}.values())
-        exposed = _mean_over_cells(run, lambda record: record.exposed)
-        behind = _mean_over_cells(run, lambda record: record.seconds - record.exposed)
-        hidden = _mean_over_cells(run, lambda record: record.hidden)
+        exposed = _mean_over_cells(run, "exposed")
+        behind = _mean_over_cells(run, "behind")
+        hidden = _mean_over_cells(run, "hidden")
         share = f" ({100 * exposed / run.seconds:.1f} % of the time)" if run.seconds else ""
         rows += [
             ("rounds", f"{rounds:,}{f', {dropped} times a cell was left out' if dropped else ''}"),
             *_elastic_rows(run),
-            ("sent between cells", bytes_text(math.fsum(record.bytes_across for record in records))),
-            ("sent within cells", bytes_text(math.fsum(record.bytes_home for record in records))),
+            ("sent between cells", bytes_text(math.fsum(run.round_table["bytes_across"]))),
+            ("sent within cells", bytes_text(math.fsum(run.round_table["bytes_home"]))),
             ("exposed: training stood still for rounds", f"{seconds_text(exposed)}{share}"),
             ("hidden behind local steps", seconds_text(behind)),
             ("hidden behind a round's own work", seconds_text(hidden)),
@@ -284,26 +280,26 @@ def _of_living(run: Run, by_cell: dict[int | None, Series]) -> dict[int | None, 
     return {cell: series for cell, series in by_cell.items() if cell not in run.gone_cells} or by_cell
 
 
-def _mean_over_cells(run: Run, value: Callable[[RoundRecord], float]) -> float:
-    """Return the sum of a value over all rounds, of each the mean over the cells that there were in it."""
+def _mean_over_cells(run: Run, column: str) -> float:
+    """Return the sum of a column of the rounds' table over all rounds, of each the mean over the cells in it."""
+    table = run.round_table
     has_all = len({len(records) for records in run.rounds.values()}) == 1
     if has_all or run.history is not None:
-        return math.fsum(value(record) for records in run.rounds.values() for record in records) / len(run.rounds)
-    recorded = Counter(record.number for records in run.rounds.values() for record in records)
-    return math.fsum(value(one) / recorded[one.number] for records in run.rounds.values() for one in records)
+        return math.fsum(table[column]) / len(run.rounds)
+    _, places, recorded = np.unique(table["number"], return_inverse=True, return_counts=True)
+    return math.fsum(table[column] / recorded[places])
 
 
 def slowest_text(run: Run) -> str:
     """Name the cell that the others wait for, and for how long; say so where no cell is late beyond noise."""
-    found = find_slowest_cells(run)
-    if found is None:
+    slowest = find_slowest_cells(run)
+    if slowest is None:
         return "none: no cell comes later than the others beyond noise" if len(run.rounds) > 1 else "–"
-    names = [cell_name(cell) for cell in found.cells[:MAX_CELLS]]
+    names = [cell_name(cell) for cell in slowest.cells[:MAX_CELLS]]
     named = ", ".join(names[:-1]) + f" and {names[-1]}" if len(names) > 1 else names[0]
-    share = f"{100 * found.share:.1f} % of the time between rounds"
-    return (
-        f"{named}{', ...' * (len(found.cells) > MAX_CELLS)}: others wait {seconds_text(found.waited)} a round ({share})"
-    )
+    share = f"{100 * slowest.share:.1f} % of the time between rounds"
+    more = ", ..." * (len(slowest.cells) > MAX_CELLS)
+    return f"{named}{more}: others wait {seconds_text(slowest.waited)} a round ({share})"
 
 
 def _rate_rows(run: Run) -> list[tuple[str, str]]:
@@ -312,8 +308,8 @@ def _rate_rows(run: Run) -> list[tuple[str, str]]:
     for name, by_cell in run.series.items():
         shown = name.partition("/")[2].replace("_", " ")
         if name.startswith("throughput/"):
-            own = [series for cell, series in _of_living(run, by_cell).items() if cell is not None]
-            if medians := [float(np.median(values)) for values in _finite(own or by_cell.values())]:
+            of_cells = [series for cell, series in _of_living(run, by_cell).items() if cell is not None]
+            if medians := [float(np.median(values)) for values in _finite(of_cells or by_cell.values())]:
                 is_additive = "samples" in name or "tokens" in name
                 rate = math.fsum(medians) if is_additive else statistics.fmean(medians)
                 throughput.append((shown, number_text(rate)))
@@ -368,7 +364,9 @@ def cell_table(run: Run) -> tuple[list[str], list[list[str]]]:
         row += [number_text(totals.steps), *([number_text(totals.weight)] if is_weighed else [])]
         row += ["–", "–"] if metrics is None else [f"{metrics.step:,}", f"{metrics.samples:,}"]
         series = [run.series[name].get(cell) for name in names]
-        rows.append([*row, *("–" if one is None else number_text(float(one.values[-1])) for one in series)])
+        rows.append(
+            [*row, *("–" if of_value is None else number_text(float(of_value.values[-1])) for of_value in series)]
+        )
     return [*heads, *names], rows
 
 
@@ -483,8 +481,8 @@ def environment_tables(run: Run) -> tuple[list[list[str]], list[tuple[list[str],
     ]
     tables = []
     for name in ("hosts", "runtimes"):
-        found = run.environment.get(name)
-        entries = [entry for entry in found if isinstance(entry, dict)] if isinstance(found, list) else []
+        listed = run.environment.get(name)
+        entries = [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
         if entries:
             heads = list(dict.fromkeys(str(key) for entry in entries for key in entry))
             cells = [[_environment_text(key, entry.get(key, "–")) for key in heads] for entry in entries]

@@ -63,7 +63,7 @@ HEADER = "time,step,epoch,samples,name,value"
 CSV_BEGIN = re.compile(rb"[^,]*,\d+,\d+,\d+,")
 """How a line of a CSV file begins that begins a record"""
 LINES_LIMIT = 2**32
-"""The most bytes of a file of lines that is gone on with"""
+"""The most bytes of a file of lines to which a resumed run appends"""
 ESCAPED = {ord("\n"): "\\n", ord("\r"): "\\r"}
 """How line breaks in a name are written into a CSV file"""
 NAMES = {math.inf: "Infinity", -math.inf: "-Infinity"}
@@ -241,9 +241,9 @@ def plain_values(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else NAMES.get(value, "NaN")
     if isinstance(value, dict):
-        return {str(name): plain_values(one) for name, one in value.items()}
+        return {str(name): plain_values(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain_values(one) for one in value]
+        return [plain_values(item) for item in value]
     return value
 
 

@@ -357,8 +357,8 @@ def compute_metrics(metrics: Mapping[str, nn.Module], state: DistributedState, *
         for name, metric in metrics.items():
             with warnings.catch_warnings():  # this rank may not have updated what others have
                 warnings.filterwarnings("ignore", message="The ``compute`` method of metric")
-                found = metric.compute()  # type: ignore[operator]
-            for key, value in _numbers(name, found):
+                computed = metric.compute()  # type: ignore[operator]
+            for key, value in _numbers(name, computed):
                 if key in values:
                     raise ConfigError(f"two metrics give a value {key!r}; rename one of them")
                 values[key] = value
@@ -469,11 +469,11 @@ def _parts(metrics: Mapping[str, nn.Module]) -> Iterator[tuple[str, Metric]]:
 def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
     """Yield what a metric has given as numbers."""
     if isinstance(value, Mapping):
-        for key, one in value.items():
-            yield from _numbers(f"{name}/{key}", one)
+        for key, item in value.items():
+            yield from _numbers(f"{name}/{key}", item)
     elif isinstance(value, (list, tuple)) or (isinstance(value, torch.Tensor) and value.dim() == 1 and len(value) > 1):
-        for place, one in enumerate(value):
-            yield from _numbers(f"{name}/{place}", one)
+        for place, item in enumerate(value):
+            yield from _numbers(f"{name}/{place}", item)
     elif isinstance(value, torch.Tensor) and value.numel() != 1:
         raise ConfigError(
             f"metric {name!r} gives a tensor of shape {tuple(value.shape)}, but records hold numbers; keep such a "

@@ -245,7 +245,7 @@ class StopConsensus:
         try:
             # Rank 0 may have heard of it an interval later than this one.
             store.wait(["decision"], timedelta(seconds=patience_s + MARGIN_S + 2 * slack_s))
-        except RuntimeError:  # a store says it so, too, when it has gone: then the next line does, again
+        except RuntimeError:  # a lost store raises the same; then the next line raises it, too
             store.compare_set("decision", "", NO_AGREEMENT)
         return self._take_decision()
 
@@ -422,7 +422,7 @@ class Preemption:
         raise PreemptedExit(self._reached.reason)
 
     def __enter__(self) -> Preemption:
-        signals = str([one.name for one in self.signals])
+        signals = str([signal_.name for signal_ in self.signals])
         check_consistent("signals of a preemption", signals, group=self._state.job_group)
         if not self.signals:
             return self
@@ -583,9 +583,9 @@ class PreemptionMixin(StateMixin, ValidationMixin):
         anything left to show. Without rounds cells end on their own, and nothing is waited for.
         """
         scope, values = self.last_validation or ("cell", {})
-        told = scope, values if self.run_directory.is_cell_writer else {}, self._bytes_across
+        ending = scope, values if self.run_directory.is_cell_writer else {}, self._bytes_across
         has_rounds = self.find_rounds() is not None
-        of_ranks = gather_objects(told) if has_rounds else [told]
+        of_ranks = gather_objects(ending) if has_rounds else [ending]
         if not self.state.is_first_of_job:
             return
         experiment = self.config.experiment

@@ -104,7 +104,7 @@ class RunDirectory:
     ) -> RunDirectory:
         """Make a run's folder, or go on with it.
 
-        Collective over the world: rank 0 writes it, all see that it is there (a few small messages), and each begins to
+        Collective over the world: rank 0 writes it, all see that it exists (a few small messages), and each begins to
         write its log, until :meth:`close`. Until then no other job can open it. What a run is asked for that goes on
         from a checkpoint is written by :meth:`confirm`. Raises on all ranks where the folder holds another run, is in
         use by another job, cannot be written, a rank does not see it, or it has a checkpoint that cannot be read.
@@ -152,7 +152,7 @@ class RunDirectory:
         self._held.close()
 
     def confirm(self) -> None:
-        """Say what a run is asked for that has gone on from its checkpoint, and tell what has changed.
+        """Record what a resumed run is asked for, and log what has changed.
 
         Collective over the world (a small message); rank 0 writes. What was refused before has changed nothing.
         """
@@ -271,7 +271,7 @@ class RunDirectory:
         _write_json(self.path / "origins.json", defaults | dict(origins))
         _write_json(self.path / "environment.json", _describe_environment(place, before))
         topology = self._topology
-        told = {
+        values = {
             "world_size": topology.world_size,
             "cells": list(topology.sizes),
             "replica_size": topology.replica_size,
@@ -279,8 +279,8 @@ class RunDirectory:
             "federated": self._is_federated,
         }
         if self._elastic_cell is not None:
-            told["elastic"] = {"cell": self._elastic_cell[0], "cells": list(self._elastic_cell[1])}
-        _write_json(self.path / "topology.json", told)
+            values["elastic"] = {"cell": self._elastic_cell[0], "cells": list(self._elastic_cell[1])}
+        _write_json(self.path / "topology.json", values)
 
 
 def plain_config(config: Any) -> dict[str, Any]:
@@ -395,7 +395,7 @@ def _describe_place(state: DistributedState) -> dict[str, Any]:
 
 @contextmanager
 def rank_log(path: Path) -> Iterator[None]:
-    """Write into a file what the logger ``xffl`` is told from level INFO on, and all warnings; local.
+    """Write into a file what the logger ``xffl`` gets from level INFO on, and all warnings; local.
 
     Warnings and errors still appear where they appeared before. What the file holds already stays.
     """

@@ -34,7 +34,7 @@ LOG = logging.getLogger(__name__)
 
 LOCK, OWNER = ".lock", ".lock.owner"
 LOCK_WAIT_S = 10.0
-"""How long a job that has just been told to end may still hold the folder."""
+"""How long a job that was just asked to end may still hold the folder."""
 LOCK_POLL_S = 0.1
 HOLDER_BYTES = 2**16
 """The most bytes of a file that says who holds the folder"""
@@ -63,8 +63,8 @@ def run_lock(folder: Path) -> Iterator[None]:
         except OSError as error:
             if error.errno in HELD:
                 with open_regular(lock) as held:
-                    told = held.read(HOLDER_BYTES)
-                holder = told.decode(errors="replace").strip() or "another job"
+                    line = held.read(HOLDER_BYTES)
+                holder = line.decode(errors="replace").strip() or "another job"
                 raise ConfigError(f"experiment.output_dir {folder} is in use by {holder}; {FREE}") from error
             if error.errno not in NO_LOCKS:
                 raise
@@ -195,12 +195,12 @@ class _Owner:
 def _owner_file(folder: Path) -> Iterator[None]:
     """Hold the file that stands for the lock."""
     path = folder / OWNER
-    own = json.dumps(asdict(_Owner.here())) + "\n"
+    owner_text = json.dumps(asdict(_Owner.here())) + "\n"
     deadline = time.monotonic() + LOCK_WAIT_S
-    while not _make(path, own):
+    while not _make(path, owner_text):
         text = _read(path)
         owner = None if text is None else _Owner.parse(text)
-        if text is not None and owner is not None and owner.has_ended and _take_away(path, text, own):
+        if text is not None and owner is not None and owner.has_ended and _take_away(path, text, owner_text):
             LOG.warning("%s was held by %s, which has ended: it is taken over", folder, owner)
             continue
         if time.monotonic() > deadline:
@@ -216,7 +216,7 @@ def _owner_file(folder: Path) -> Iterator[None]:
             remove_file(left)
         yield
     finally:
-        if _read(path) == own:
+        if _read(path) == owner_text:
             remove_file(path)
 
 
@@ -270,9 +270,9 @@ def _read(path: Path) -> str | None:
 def _take_away(path: Path, text: str, own: str) -> bool:
     """Remove a file of a process that has ended, and tell whether this process did; one at a time may.
 
-    A file named after the text says who may. No two files have the same text, so once this one is gone its name cannot
-    come back with this text in it, and who comes late finds another text and removes nothing. Where the process that
-    may has ended, too, its file is taken away in the same way.
+    A file named after the text says who may. No two files have the same text, so once this one is deleted its name
+    cannot come back with this text in it, and a late process finds another text and removes nothing. If the process
+    that may has ended, too, its file is removed in the same way.
     """
     claim = path.with_name(f"{OWNER}.{hashlib.sha256(text.encode()).hexdigest()[:32]}")
     if not _make(claim, own):

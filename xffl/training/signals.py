@@ -120,12 +120,12 @@ class SignalInbox:
             again = [number for number in heard if number in self._passed_over]
             self._passed_over.difference_update(again)
         if threading.current_thread() is threading.main_thread():
-            # It may be about to wait for a rank that has gone, and runs no handler of Python there.
+            # It may be about to wait for a rank that has ended, and runs no handler of Python there.
             for number, handler in self._before.items():
                 signal.signal(number, handler)
         for number in heard:
             if self._before.get(number) == signal.SIG_DFL:
-                # Python lets the main thread alone change handlers, and it may be waiting for a rank that has gone.
+                # Python lets the main thread alone change handlers, and it may be waiting for a rank that has ended.
                 reset_handler(number)
                 os.kill(os.getpid(), number)
             elif number in again and self._before.get(number) != signal.SIG_IGN:

@@ -474,7 +474,7 @@ class BaseTrainer(PreemptionMixin, LoggerMixin):
     @property
     def _has_ended(self) -> bool:
         limits = (self.config.training.max_steps, self.last_step)
-        is_over = any(one is not None and self.global_step >= one for one in limits)
+        is_over = any(limit is not None and self.global_step >= limit for limit in limits)
         return is_over or self.stop_reason is not None or self.has_federation_ended
 
     # Rounds -----------------------------------------------------------------------------------------------------------

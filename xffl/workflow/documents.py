@@ -54,14 +54,14 @@ class Facility:
 
 def parse_facilities(texts: Sequence[str]) -> tuple[Facility, ...]:
     """Read facilities such as ``a=ssh:me@login.a.org,slurm,partition=gpu,processes=8``, one for each cell."""
-    found = tuple(map(_parse, texts))
-    for name, count in Counter(one.name for one in found).items():
+    parsed = tuple(map(_parse, texts))
+    for name, count in Counter(facility.name for facility in parsed).items():
         if count > 1:
             raise ConfigError(f"two facilities have the name {name!r}; give each its own")
-    if len({one.processes is None for one in found}) > 1:
-        missing = next(one.name for one in found if one.processes is None)
+    if len({facility.processes is None for facility in parsed}) > 1:
+        missing = next(facility.name for facility in parsed if facility.processes is None)
         raise ConfigError(f"facility {missing!r} does not say its processes, and others do; give processes=N to all")
-    return found
+    return parsed
 
 
 def _parse(text: str) -> Facility:
@@ -188,7 +188,7 @@ def _copy_project(configuration: Path, target: Path) -> None:
     shutil.copy(configuration, target / configuration.name)
     home = configuration.resolve().parent
     packages = {path.parent for path in home.glob("*/__init__.py")}
-    for module in sorted({*home.glob("*.py"), *(file for one in packages for file in one.rglob("*.py"))}):
+    for module in sorted({*home.glob("*.py"), *(file for package in packages for file in package.rglob("*.py"))}):
         place = target / module.relative_to(home)
         place.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(module, place)
@@ -210,7 +210,7 @@ def _of_site(name: str) -> dict[str, Any]:
 
 def _per_site(workflow: Workflow) -> dict[str, str]:
     kinds = {"site": "File", "home": "string", "words": "string[]"}
-    return {f"{kind}_{one.name}": type_ for one in workflow.facilities for kind, type_ in kinds.items()}
+    return {f"{kind}_{facility.name}": type_ for facility in workflow.facilities for kind, type_ in kinds.items()}
 
 
 def _measuring(workflow: Workflow, start: str | dict[str, Any]) -> dict[str, Any]:
@@ -219,17 +219,17 @@ def _measuring(workflow: Workflow, start: str | dict[str, Any]) -> dict[str, Any
     if name is None:
         return {}
     given = {**_of_site(name), "project": "project", "configuration": "configuration", "start": start}
-    given["cell"] = {"default": workflow.cell([one.name for one in workflow.facilities].index(name))}
+    given["cell"] = {"default": workflow.cell([facility.name for facility in workflow.facilities].index(name))}
     return {"measure": {"run": "measure.cwl", "in": given, "out": ["metrics"]}}
 
 
 def _complete_round(values: dict[str, Any], workflow: Workflow, folder: Path) -> None:
     values["inputs"] |= _per_site(workflow)
     steps: dict[str, Any] = {}
-    for number, one in enumerate(workflow.facilities):
-        given = _of_site(one.name) | {name: name for name in ("project", "configuration", "round", "start")}
+    for number, facility in enumerate(workflow.facilities):
+        given = _of_site(facility.name) | {name: name for name in ("project", "configuration", "round", "start")}
         given["cell"] = {"default": workflow.cell(number)}
-        steps[f"train_{one.name}"] = {"run": "train.cwl", "in": given, "out": ["export"]}
+        steps[f"train_{facility.name}"] = {"run": "train.cwl", "in": given, "out": ["export"]}
     made, measuring = values["steps"]["aggregate"]["in"], _measuring(workflow, "start")
     made["exports"] = {"source": [f"{step}/export" for step in steps], "linkMerge": "merge_flattened"}
     made |= {"metrics": "measure/metrics"} if measuring else {}
@@ -249,37 +249,41 @@ def _complete_main(values: dict[str, Any], workflow: Workflow, folder: Path) -> 
 def _complete_inputs(values: dict[str, Any], workflow: Workflow, folder: Path) -> None:
     values |= {"rounds": workflow.rounds, "first": 0 if workflow.has_server else 1}
     values |= {"results": str(folder / "results"), "configuration": workflow.configuration.name}
-    for number, one in enumerate(workflow.facilities):
-        values[f"site_{one.name}"] = {"class": "File", "path": f"sites/{one.name}.sh"}
-        values[f"home_{one.name}"] = one.home or f"xffl/{workflow.name}/cell_{number}"
-        values[f"words_{one.name}"] = []
+    for number, facility in enumerate(workflow.facilities):
+        values[f"site_{facility.name}"] = {"class": "File", "path": f"sites/{facility.name}.sh"}
+        values[f"home_{facility.name}"] = facility.home or f"xffl/{workflow.name}/cell_{number}"
+        values[f"words_{facility.name}"] = []
 
 
 def _complete_streamflow(values: dict[str, Any], workflow: Workflow, folder: Path) -> None:
-    for number, one in enumerate(workflow.facilities):
-        steps = [f"/federation/train_{one.name}"]
-        if one.name == workflow.measured_by:
+    for number, facility in enumerate(workflow.facilities):
+        steps = [f"/federation/train_{facility.name}"]
+        if facility.name == workflow.measured_by:
             steps += ["/federation/measure", "/measure"]
-        target = {"deployment": one.name} | ({"service": "job"} if one.is_slurm else {})
+        target = {"deployment": facility.name} | ({"service": "job"} if facility.is_slurm else {})
         values["workflows"]["federation"]["bindings"] += [{"step": step, "target": target} for step in steps]
-        values["deployments"] |= _deployment(one, None if workflow.sizes is None else workflow.sizes[number])
+        values["deployments"] |= _deployment(facility, None if workflow.sizes is None else workflow.sizes[number])
 
 
-def _deployment(one: Facility, ranks: int | None) -> dict[str, Any]:
-    workdir = {} if one.workdir is None else {"workdir": one.workdir}
-    if one.host is None and not one.is_slurm:
-        return {one.name: {"type": "local", "config": {}} | workdir}
-    found: dict[str, Any] = {}
-    login = f"{one.name}-login"  # no facility has such a name
-    if one.host is not None:
-        given = {"username": one.user, "sshKey": one.key}
-        ssh = {"nodes": [{"hostname": one.host}]} | {key: text for key, text in given.items() if text is not None}
-        found[login if one.is_slurm else one.name] = {"type": "ssh", "config": ssh} | ({} if one.is_slurm else workdir)
-    if one.is_slurm:
-        asked: dict[str, Any] = {**one.slurm} | ({} if ranks is None else {"ntasks": ranks})
+def _deployment(facility: Facility, ranks: int | None) -> dict[str, Any]:
+    workdir = {} if facility.workdir is None else {"workdir": facility.workdir}
+    if facility.host is None and not facility.is_slurm:
+        return {facility.name: {"type": "local", "config": {}} | workdir}
+    values: dict[str, Any] = {}
+    login = f"{facility.name}-login"  # no facility has such a name
+    if facility.host is not None:
+        given = {"username": facility.user, "sshKey": facility.key}
+        ssh = {"nodes": [{"hostname": facility.host}]} | {key: text for key, text in given.items() if text is not None}
+        values[login if facility.is_slurm else facility.name] = {"type": "ssh", "config": ssh} | (
+            {} if facility.is_slurm else workdir
+        )
+    if facility.is_slurm:
+        asked: dict[str, Any] = {**facility.slurm} | ({} if ranks is None else {"ntasks": ranks})
         config = {"maxConcurrentJobs": 2, "services": {"job": asked}}
-        found[one.name] = {"type": "slurm", "config": config} | workdir | ({} if one.host is None else {"wraps": login})
-    return found
+        values[facility.name] = (
+            {"type": "slurm", "config": config} | workdir | ({} if facility.host is None else {"wraps": login})
+        )
+    return values
 
 
 _COMPLETED = {

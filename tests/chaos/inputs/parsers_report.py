@@ -8,9 +8,9 @@ from pathlib import Path
 from tests.chaos.inputs.parser import Form, Parser, command
 from tests.unit.test_elastic_report import write_cells
 from tests.unit.test_run_report import run_files, write
+from xffl.run_report.catalogue import MAX_VALUES
 from xffl.run_report.elastic import read_runs
 from xffl.run_report.pace import find_slowest_cells
-from xffl.run_report.page import MAX_VALUES
 from xffl.run_report.reader import Run
 from xffl.run_report.summary import (
     cell_table,

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from xffl.aggregation.engine.decision.consensus import RoundCoordinator
     from xffl.aggregation.engine.exchange import Exchange
     from xffl.aggregation.engine.setup import Comparison
+    from xffl.aggregation.engine.stages.first_round import FirstRound
     from xffl.aggregation.options import Options
 
 __all__ = [
@@ -66,6 +67,8 @@ class RoundScope:
     leave: Callable[[], None] | None = None
     # makes what compares the ranks before their rounds, of their group; None: Comparison
     compare: Callable[[Group | None], Comparison] | None = None
+    # makes what compares the ranks' values in their first round; None: FirstRound
+    make_first_round: Callable[..., FirstRound] | None = None
     # makes what votes on its rounds; None: RoundCoordinator
     coordinate: Callable[[Exchange, RoundScope, Options, int], RoundCoordinator] | None = None
 

@@ -28,6 +28,7 @@ from xffl.aggregation.engine.groups import RoundScope
 from xffl.aggregation.engine.planning.lone_coverage import check_lone_cell
 from xffl.aggregation.engine.setup import make_copies
 from xffl.aggregation.engine.several_worlds.compared_at_once import ComparisonAtOnce
+from xffl.aggregation.engine.several_worlds.members_first_round import ComparedCells, MembersFirstRound
 from xffl.aggregation.engine.voting.votes import Seal
 from xffl.aggregation.federations.cell_groups import CellGroups
 from xffl.aggregation.federations.fixed_tensors import FixedTensors, find_fixed
@@ -153,6 +154,8 @@ class ElasticAggregator:
         """Makes the first round of a federation, and has its agreed model until the second one begins."""
         self._aggregator: Aggregator | None = None
         """Makes all other rounds."""
+        self._compared = ComparedCells()
+        """What its rounds have found, with whatever cells."""
         self._is_grouped = False
         """Whether the aggregator of the next round has the groups of the last epoch."""
         self._agreed: Mapping[str, Any] | None = None
@@ -531,7 +534,8 @@ class ElasticAggregator:
         if epoch.base is None:
             self._found(scope)
         else:
-            self._regroup(replace(scope, goes_on=True), epoch)
+            make_first_round = partial(MembersFirstRound, lives=epoch.lives, compared=self._compared)
+            self._regroup(replace(scope, goes_on=True, make_first_round=make_first_round), epoch)
         self._share_fixed(scope, epoch)
         self._is_grouped = True
         return self._maker(epoch)
@@ -582,6 +586,7 @@ class ElasticAggregator:
         """Give up the aggregators, whose memory is that of another model; local."""
         self._aggregator = None
         self._founder = None
+        self._compared = ComparedCells()
         self._is_grouped = False
 
     def _share_fixed(self, scope: RoundScope, epoch: Epoch) -> None:

@@ -27,7 +27,7 @@ from xffl.aggregation.report import RoundReport
 from xffl.checks import did_you_mean, integer
 from xffl.distributed.agreement.consistency import barrier, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
-from xffl.distributed.groups import destroy_group, make_groups
+from xffl.distributed.groups import IN_TURN, destroy_group, make_groups
 from xffl.errors import CheckpointError, ConfigError, StateError, XfflError
 from xffl.naming import Writer
 from xffl.topology import REPLICATE_AXIS, Topology
@@ -360,6 +360,7 @@ def _make_scope(state: DistributedState, topology: Topology, first: int) -> Roun
         rank=dist.get_rank() - first,
         kinds=ROUND_KINDS,
         handles=state.handle_count,
+        streamed=IN_TURN,
     )
     if topology.world_size < dist.get_world_size():
         groups["world"] = (create(tuple(range(topology.world_size)), "xffl_part"),)

@@ -2,8 +2,9 @@
 
 A round averages what the model holds. A schedule-free optimizer (Defazio et al., 2024, arXiv 2405.15682) trains one
 sequence of weights and evaluates another, which ``eval()`` computes from the weights and a copy ``z`` in its state.
-Lookahead pulls the weights back to a slow copy; others keep master weights or a mean of the steps. No round averages
-such a copy, so it differs between cells, and what it is swapped in for or written into differs, too.
+Lookahead pulls the weights back to a slow copy; others keep master weights or a mean of the steps. Without
+``moments="average"`` no round averages such a copy, so it differs between cells, and what it is swapped in for or
+written into differs, too.
 
 The first kind is known by its methods. The others are found by what they hold: a state tensor that is close to the
 parameter. Moments of gradients are not: their distance from the weights is about as large as the weights.
@@ -41,7 +42,8 @@ def tell_swaps(optimizers: Sequence[Optimizer]) -> None:
             _write(
                 f"xffl: optimizer {type(optimizer).__name__} evaluates other weights than it trains (it has train() "
                 "and eval()): its second copy of the weights is in no round, so after optimizer.eval() each cell holds "
-                "another model; for one model call optimizer.eval() and then xffl.Aggregator(model, state).aggregate() "
+                "another model; for one model give moments='average', or call optimizer.eval() and then "
+                "xffl.Aggregator(model, state).aggregate() "
                 "(docs: Algorithms, Optimizers with a second copy of the weights)"
             )
 

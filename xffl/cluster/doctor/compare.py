@@ -30,7 +30,7 @@ __all__ = ["Examination", "Peer", "Report", "check_cells", "ephemeral_ports", "m
 _PROBE_S = 90.0  # for a host's checks of itself, beside torch: four programs of 20 s each
 _FOLDER_S = 10.0
 _SLACK_S = 30.0
-_TABLE = ("name", "address", "ports")  # what a host is told of another one
+_TABLE = ("name", "address", "ports")  # what a host needs to know of another one
 _CLOCK_WARNING_S = 0.1  # from here on the order of events in the logs of different hosts is in doubt
 _CLOCK_ERROR_S = 5.0  # the newest of several files is not the last one written; soon munge and ssh refuse each other
 _LEAST_FREE = 2**30
@@ -116,10 +116,10 @@ def compare_environments(ranks: Sequence[Mapping[str, Any]]) -> list[Finding]:
 def compare_versions(versions: Mapping[str, Mapping[str, str]]) -> list[Finding]:
     """Tell in which packages the hosts differ that should be the same in all cells: a finding for each, or one."""
     # Files that differ in one version of xffl are a copy that somebody has edited, or not brought up to date.
-    is_one_xffl = len({own.get("xffl") for own in versions.values()}) == 1
+    is_one_xffl = len({installed.get("xffl") for installed in versions.values()}) == 1
     findings, alike = [], 0
-    for name in dict.fromkeys(name for own in versions.values() for name in own):
-        where = group((own.get(name) or "not installed", host) for host, own in versions.items())
+    for name in dict.fromkeys(name for installed in versions.values() for name in installed):
+        where = group((installed.get(name) or "not installed", host) for host, installed in versions.items())
         alike += len(where) == 1
         if len(where) > 1 and name not in _MAY_DIFFER and (name != "xffl source" or is_one_xffl):
             shown = "; ".join(f"{version} on {shorten(hosts, 3)}" for version, hosts in where.items())
@@ -128,11 +128,11 @@ def compare_versions(versions: Mapping[str, Mapping[str, str]]) -> list[Finding]
     return findings or [Finding("versions", OK, f"{alike} packages are the same on {len(versions)} hosts")]
 
 
-def describe_runtime(versions: Mapping[str, str], told: Mapping[str, Any]) -> Runtime:
+def describe_runtime(versions: Mapping[str, str], report: Mapping[str, Any]) -> Runtime:
     """Return what this host runs: what a process said about its torch, or versions alone where it said nothing."""
-    known = {name: str(told[name]) for name in ("processor", "torch", "cuda") if name in told}
-    if "nccl" in told:
-        known["nccl"] = ".".join(map(str, told["nccl"] or ())) or "none"
+    known = {name: str(report[name]) for name in ("processor", "torch", "cuda") if name in report}
+    if "nccl" in report:
+        known["nccl"] = ".".join(map(str, report["nccl"] or ())) or "none"
     return Runtime(**{"torch": versions["torch"], **known}, xffl=versions["xffl"], python=versions["python"])
 
 
@@ -143,7 +143,7 @@ def compare_runtimes(runtimes: Mapping[str, Runtime], cells: Mapping[str, Collec
     if not lines:
         return []
     within = [{cell for host in hosts for cell in cells.get(host, ())} for hosts in groups.values()]
-    counts = Counter(cell for found in within for cell in found)
+    counts = Counter(cell for of_runtime in within for cell in of_runtime)
     mixed = sorted(cell for cell, count in counts.items() if count > 1)
     where = f"inside {'cell' if len(mixed) == 1 else 'cells'} {shorten(mixed, 8)}"
     head = f"differ {where}:" if mixed else "may differ between cells:"
@@ -175,11 +175,11 @@ def compare_names(hosts: Mapping[str, Mapping[str, Any]], answers: Mapping[str, 
         return [Finding("names", OK, "several nodes have the same name: one machine, or the names are not set")]
     findings = []
     for name, answer in answers.items():
-        unknown = [other for other, found in answer["names"].items() if not found]
+        unknown = [other for other, addresses in answer["names"].items() if not addresses]
         wrong = [
-            f"{other} is {found[0]}, none of its {', '.join(hosts[other]['addresses'])}"
-            for other, found in answer["names"].items()
-            if found and not set(found) & set(hosts[other]["addresses"])
+            f"{other} is {addresses[0]}, none of its {', '.join(hosts[other]['addresses'])}"
+            for other, addresses in answer["names"].items()
+            if addresses and not set(addresses) & set(hosts[other]["addresses"])
         ]
         texts = [f"{shorten(unknown)} not found"] if unknown else []
         texts += [shorten(wrong, 3)] if wrong else []
@@ -244,11 +244,11 @@ def compare_folders(path: str, answers: Mapping[str, Mapping[str, Any]], *, is_n
     return [Finding("shared folder", OK, f"{path} ({kinds}){where}, renames are atomic, {free:.1f} GiB free")]
 
 
-def partners(own: int, count: int) -> list[int]:
+def partners(number: int, count: int) -> list[int]:
     """Return the numbers of those that one of many is paired with: all, from 65 on at distances 1, 2, 4, ..."""
     if count <= _ALL_PAIRS:
-        return [other for other in range(count) if other != own]
-    return [(own + 2**power) % count for power in range((count - 1).bit_length())]
+        return [other for other in range(count) if other != number]
+    return [(number + 2**power) % count for power in range((count - 1).bit_length())]
 
 
 def compare_pairs(
@@ -309,37 +309,37 @@ def compare_links(units: Sequence[tuple[str, str]], nccl: Mapping[str, str | Non
 def compare_runs(url: str, views: Mapping[str, Message]) -> list[Finding]:
     """Judge what the hosts see of an elastic run."""
     advice = "start it (xffl lighthouse), correct --elastic, or open its port to this host"
-    found = [
+    findings = [
         Finding("lighthouse", status=ERROR, text=one["error"], advice=advice, host=host)
         for host, one in views.items()
         if "error" in one
     ]
     views = {host: view for host, view in views.items() if "error" not in view}
     if not views:
-        return found
+        return findings
     first = next(iter(views.values()))
     cells = [CellStatus(**cell) for cell in first["cells"]]
-    if not found:
+    if not findings:
         known = f"knows {_cells(cell.life for cell in cells)}" if cells else "knows no cell yet"
         last = "no meeting so far" if first["meeting"] is None else f"the last meeting was number {first['meeting']}"
-        found = [Finding("lighthouse", OK, f"{url} answers and {known}; {last}")]
+        findings = [Finding("lighthouse", OK, f"{url} answers and {known}; {last}")]
     if not cells:
-        return found
+        return findings
     lost = [f"{_cells([cell.life])} for {cell.seen_s or 0:.0f} s" for cell in cells if cell.is_lost]
     text = f"none of {shorten(lost)}" if lost else f"those of {_cells(cell.life for cell in cells)} arrive"
     advice = "see the output of its job: it has finished or failed, is stopped, or is cut off from the lighthouse"
-    found.append(Finding("heartbeats", WARNING if lost else OK, text, advice))
+    findings.append(Finding("heartbeats", WARNING if lost else OK, text, advice))
     heard = Counter(cell.cell for cell in cells if not cell.is_lost and cell.cell is not None)
     twice = [number for number, jobs in heard.items() if jobs > 1]
     if twice:
         text = f"two jobs run as {_cells(map(str, twice))}"
-        found.append(Finding("heartbeats", WARNING, text, "cells make no round meanwhile: end one of the two jobs"))
-    return [*found, *_judge_stores(views), *_judge_tokens(views)]
+        findings.append(Finding("heartbeats", WARNING, text, "cells make no round meanwhile: end one of the two jobs"))
+    return [*findings, *_judge_stores(views), *_judge_tokens(views)]
 
 
 def _judge_stores(views: Mapping[str, Message]) -> list[Finding]:
     """Tell from which hosts the ranks of a new epoch could not meet at the store of one of its cells."""
-    found: list[Finding] = []
+    findings: list[Finding] = []
     first, last = ephemeral_ports()
     advice = f"open ports {first}-{last} between the hosts of all cells, or name the interface that joins them "
     advice += "(XFFL_IFNAME) in that cell's job; if its process hangs, end it"
@@ -348,28 +348,28 @@ def _judge_stores(views: Mapping[str, Message]) -> list[Finding]:
         for life, reason in view["stores"].items():
             if reason is not None:
                 text = f"that of {_cells([life])} at {addresses[life]} cannot be used: {reason}"
-                found.append(Finding("stores", status=ERROR, text=text, advice=advice, host=host))
+                findings.append(Finding("stores", status=ERROR, text=text, advice=advice, host=host))
     lives = dict.fromkeys(life for view in views.values() for life in view["stores"])
-    return found or ([Finding("stores", OK, f"those of {_cells(lives)} answer")] if lives else [])
+    return findings or ([Finding("stores", OK, f"those of {_cells(lives)} answer")] if lives else [])
 
 
 def _judge_tokens(views: Mapping[str, Message]) -> list[Finding]:
     """Tell which cells run with another token than a host has."""
-    found = []
+    findings = []
     for host, view in views.items():
         if "token_error" in view:
-            found.append(Finding("token", status=ERROR, text=view["token_error"], advice=_TOKEN_ADVICE, host=host))
+            findings.append(Finding("token", status=ERROR, text=view["token_error"], advice=_TOKEN_ADVICE, host=host))
         for verdict, lives in group((verdict, life) for life, verdict in view.get("tokens", {}).items()).items():
             status, text = _VERDICTS[verdict]
             where = "" if status == OK else host
-            found.append(
+            findings.append(
                 Finding("token", status=status, text=f"{_cells(lives)}: {text}", advice=_TOKEN_ADVICE, host=where)
             )
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(findings))
 
 
 def _cells(lives: Iterable[str]) -> str:
-    """Name cells by their lives."""
+    """Name the cells that these starts are of."""
     numbers = [life.partition(".")[0] for life in lives]
     return f"{'cell' if len(numbers) == 1 else 'cells'} {shorten(numbers, 8)}"
 
@@ -405,36 +405,38 @@ class Examination:
 
     def run(self) -> Report:
         """Ask all hosts and compare their answers."""
-        found = [*self.findings, *compare_environments([rank for peer in self.peers for rank in peer.ranks])]
+        findings = [*self.findings, *compare_environments([rank for peer in self.peers for rank in peer.ranks])]
         machines = len({peer.ranks[0]["machine"] for peer in self.peers})
         request = {"machines": machines, "ranks": self.world_size}
         limit_s = _PROBE_S + probe.import_limit_s(self.request.timeout_s)
         if self.request.elastic is not None:
             limit_s += 4 * self.request.timeout_s + _SLACK_S  # its page, its stores, and their keys
-        probes = self._ask(dict.fromkeys(self._hosts, request), limit_s, lambda told, _: read_probe(told))
-        for name, told in probes.items():
-            found += [replace(Finding(**each), host=name) for each in told["findings"]]
-            told["name"] = self._hosts[name].ranks[0]["host"]["name"]
+        probes = self._ask(dict.fromkeys(self._hosts, request), limit_s, lambda answer, _: read_probe(answer))
+        for name, answer in probes.items():
+            findings += [replace(Finding(**each), host=name) for each in answer["findings"]]
+            answer["name"] = self._hosts[name].ranks[0]["host"]["name"]
             # Without a name or an interface that works, a host is at least known by where its connection came from.
-            told["address"] = told["address"] or self._hosts[name].address or "127.0.0.1"
+            answer["address"] = answer["address"] or self._hosts[name].address or "127.0.0.1"
         if len(probes) > 1:
-            found += compare_versions({name: told["versions"] for name, told in probes.items()})
-            found += compare_clocks(self._clocks) if next(iter(self._hosts)) in self._clocks else []
-        found += [replace(probe.check_threads(peer.ranks), host=name) for name, peer in self._hosts.items()]
+            findings += compare_versions({name: answer["versions"] for name, answer in probes.items()})
+            findings += compare_clocks(self._clocks) if next(iter(self._hosts)) in self._clocks else []
+        findings += [replace(probe.check_threads(peer.ranks), host=name) for name, peer in self._hosts.items()]
         units, cells = self._place_units(list(probes))
-        runtimes = {name: describe_runtime(told["versions"], told.get("torch", {})) for name, told in probes.items()}
-        found += [*compare_runtimes(runtimes, self._cells), *cells]
+        runtimes = {
+            name: describe_runtime(answer["versions"], answer.get("torch", {})) for name, answer in probes.items()
+        }
+        findings += [*compare_runtimes(runtimes, self._cells), *cells]
         if self.request.elastic is None:  # else cells have gloo between them
-            found += compare_links(units, {name: told.get("nccl") for name, told in probes.items()})
-        found += self._meet(probes, units, with_names=machines > 1)
+            findings += compare_links(units, {name: answer.get("nccl") for name, answer in probes.items()})
+        findings += self._meet(probes, units, with_names=machines > 1)
         if self.request.elastic is not None:
-            runs = {name: told["run"] for name, told in probes.items() if told["run"] is not None}
-            found += compare_runs(self.request.elastic, runs)
-        found += self._failures.values()
+            runs = {name: answer["run"] for name, answer in probes.items() if answer["run"] is not None}
+            findings += compare_runs(self.request.elastic, runs)
+        findings += self._failures.values()
         names = tuple(self._hosts)
         if len(names) == 1:
-            found = [replace(finding, host=finding.host or names[0]) for finding in found]
-        return Report(merge(found, names), names, self.world_size)
+            findings = [replace(finding, host=finding.host or names[0]) for finding in findings]
+        return Report(merge(findings, names), names, self.world_size)
 
     def _meet(
         self, probes: Mapping[str, Message], units: Sequence[tuple[str, str]], *, with_names: bool
@@ -455,19 +457,19 @@ class Examination:
             stores = [(pair, rank, probes[units[pair[0]][1]]) for pair, rank in tasks[name]]
             others = {names[at]: probes[names[at]] for at in partners(number, len(names))}
             requests[name] = {
-                "hosts": {other: {key: told[key] for key in _TABLE} for other, told in others.items()},
+                "hosts": {other: {key: answer[key] for key in _TABLE} for other, answer in others.items()},
                 "folder": {**folder, "host": number},
                 "pairs": [[str(pair), rank, lender["address"], lender["store"]] for pair, rank, lender in stores],
             }
         most = max(map(len, tasks.values()), default=0)
         limit_s = self.request.timeout_s * (2 + most // probe.THREADS) + 2 * wait_s + _SLACK_S
         answers = self._ask(requests, limit_s, read_answer)
-        found = compare_names(probes, answers) if with_names and len(names) > 1 else []
-        found += compare_ports(probes, answers) if len(names) > 1 else []
+        findings = compare_names(probes, answers) if with_names and len(names) > 1 else []
+        findings += compare_ports(probes, answers) if len(names) > 1 else []
         folders = {name: answer["folder"] for name, answer in answers.items()}
-        for told in folders.values():
-            told["unseen"] = [names[number] for number in told["unseen"]]
-        found += compare_folders(path, folders, is_named=self.request.shared is not None)
+        for seen in folders.values():
+            seen["unseen"] = [names[number] for number in seen["unseen"]]
+        findings += compare_folders(path, folders, is_named=self.request.shared is not None)
         results: dict[tuple[int, int], list[Message]] = {
             pair: [{"error": f"{units[at][0]}: no answer", "is_silent": True} for at in pair] for pair in pairs
         }
@@ -476,7 +478,7 @@ class Examination:
                 if "error" in half:
                     half["error"] = f"{units[pair[rank]][0]}: {half['error']}"
                 results[pair][rank] = half
-        return found + compare_pairs([name for name, _ in units], results)
+        return findings + compare_pairs([name for name, _ in units], results)
 
     def _place_units(self, hosts: Sequence[str]) -> tuple[list[tuple[str, str]], list[Finding]]:
         """Return what is paired, cells or hosts, each with its host, and the finding about cells."""
@@ -514,9 +516,9 @@ class Examination:
                 line.send(requests[name])
                 if "machines" in requests[name]:
                     # It tells its time in the middle of a round trip, so half the trip bounds the error.
-                    told = read_time(line.receive(self.request.timeout_s))
+                    clock = read_time(line.receive(self.request.timeout_s))
                     half = (time.monotonic() - started) / 2
-                    self._clocks[name] = told - (sent + half), half
+                    self._clocks[name] = clock - (sent + half), half
             except OSError as error:
                 self._fail(name, f"lost: {error}")
             except ConfigError as error:

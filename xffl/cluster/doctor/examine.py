@@ -34,6 +34,7 @@ from xffl.cluster.network import LOOPBACK, SLURM_PORTS, host_identity, interface
 from xffl.cluster.recognition.find import find_launcher
 from xffl.cluster.sizes import Federation
 from xffl.cluster.slurm.allocation import Host
+from xffl.compat.datasets import ENVIRON
 from xffl.errors import ConfigError, LaunchError, XfflError
 
 __all__ = ["examine", "examine_hosts"]
@@ -44,7 +45,7 @@ _MPI_LIMIT_S = 60.0
 _SSH_S = 40.0  # for ssh to answer: its own limit for a connection is 20 s, and Python has to start
 
 
-def examine(request: Request, tell: _Tell, environ: Mapping[str, str] = os.environ) -> int:
+def examine(request: Request, tell: _Tell, environ: Mapping[str, str] = ENVIRON) -> int:
     """Check this host, or all hosts of a job; under a launcher every rank calls it.
 
     Rank 0 gives the report about all hosts to ``tell``. A host whose ranks cannot reach rank 0 gives its own. The exit
@@ -86,11 +87,11 @@ def examine_hosts(hosts: Sequence[Host], request: Request, environ: Mapping[str,
     with ThreadPoolExecutor(min(32, len(hosts))) as pool:
         reached = list(pool.map(lambda host, first: _reach(host, first, job, environ), hosts, firsts))
     peers = [peer for peer in reached if isinstance(peer, Peer)]
-    found = [finding for finding in reached if isinstance(finding, Finding)]
+    failures = [finding for finding in reached if isinstance(finding, Finding)]
     if peers:
-        found.insert(0, Finding("ssh", OK, f"{len(peers)} of {len(hosts)} hosts answer without a question"))
+        failures.insert(0, Finding("ssh", OK, f"{len(peers)} of {len(hosts)} hosts answer without a question"))
     try:
-        report = Examination(request, peers, sum(host.slots for host in hosts), found).run()
+        report = Examination(request, peers, sum(host.slots for host in hosts), failures).run()
     finally:
         for peer in peers:
             peer.line.close()
@@ -103,12 +104,12 @@ def _reach(host: Host, first: int, job: Message, environ: Mapping[str, str]) -> 
     try:
         line = Program(ssh_command(host, environ, "xffl.cluster.doctor.probe"), environ)
         line.send({**job, "environ": {**job["environ"], "XFFL_HOST": host.name}})
-        told = line.receive(_SSH_S)
-        if "refused" not in told:
-            facts = read_facts(told)
+        answer = line.receive(_SSH_S)
+        if "refused" not in answer:
+            facts = read_facts(answer)
             ranks = [{**facts, "host": asdict(host), "rank": first + at} for at in range(host.slots)]
             return Peer(line, ranks, (host.address or host.name).rpartition("@")[2])
-        why, advice = f"used: {str(told['refused'])[:1000]}", "use the same environment and folder on all hosts"
+        why, advice = f"used: {str(answer['refused'])[:1000]}", "use the same environment and folder on all hosts"
     except (OSError, ValueError) as error:
         why = f"{'reached' if line is None or isinstance(error, TimeoutError) else 'used'}: {error}"
         python = environ.get("XFFL_PYTHON") or sys.executable
@@ -148,13 +149,13 @@ def _number_of_host() -> int:
 
 def _without_bad_interfaces(environ: Mapping[str, str]) -> dict[str, str]:
     """Leave out interfaces that cannot be used, so that the ranks meet all the same; their check reports them."""
-    found = dict(environ)
+    variables = dict(environ)
     for variable in ("XFFL_IFNAME", "XFFL_CONTROL_IFNAME", "GLOO_SOCKET_IFNAME"):
         with suppress(LaunchError):
-            if not interface_address(found.get(variable, "").partition(",")[0]).startswith("127."):
+            if not interface_address(variables.get(variable, "").partition(",")[0]).startswith("127."):
                 continue
-        found.pop(variable, None)
-    return found
+        variables.pop(variable, None)
+    return variables
 
 
 def _lead(
@@ -223,9 +224,9 @@ def _follow(
             advice = "see the lines on interface and names; check the address (XFFL_CONTROL_IFNAME, MASTER_ADDR), and "
             advice += "open the port between the compute nodes"
             probe = checks.answer({"machines": place.node_world_size or place.world_size, "ranks": place.world_size})
-            found = [Finding(**each) for each in probe.get("findings", [])]
-            found, name = [*found, Finding("meeting", ERROR, text, advice)], facts["host"]["name"]
-            tell(Report(merge([replace(finding, host=name) for finding in found], [name]), (name,)))
+            findings = [Finding(**each) for each in probe.get("findings", [])]
+            findings, name = [*findings, Finding("meeting", ERROR, text, advice)], facts["host"]["name"]
+            tell(Report(merge([replace(finding, host=name) for finding in findings], [name]), (name,)))
         return 1
     try:
         return 0 if answer_requests(line, checks) else 1

@@ -1,4 +1,4 @@
-"""Ranks that come to rank 0 of the doctor, where strangers may come, too: each caller has its own time to say hello."""
+"""Ranks that connect to rank 0 of the doctor; other programs may, too, so each connection has its own time limit."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class _Door:
             return
         self._forget(caller)
         line = Line(caller.connection, bytes(caller.received[end + 1 :]))
-        with suppress(OSError):  # that it has gone is found when it is asked
+        with suppress(OSError):  # a rank that has disconnected is noticed when it is asked
             line.send({"welcome": self._world_size})
         self.met[facts["rank"]] = Arrival(facts, line, caller.address)
 

@@ -37,7 +37,7 @@ class Line:
         self._received = bytearray(received)
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send a message; an OSError says that the other side has gone, or does not read."""
+        """Send a message; an OSError means that the other side has closed, or does not read."""
         data = json.dumps(message).encode() + b"\n"
         if self._connection is None:
             sys.stdout.buffer.write(data)
@@ -59,7 +59,7 @@ class Line:
                 line = self._next_line(self._connection, deadline)
             if not line:
                 raise ConnectionResetError("it closed the connection")
-            with suppress(ValueError):  # a login script may print something, a stranger may connect
+            with suppress(ValueError):  # a login script may print something, another program may connect
                 if isinstance(message := parse_json(line, limit=_LARGEST, is_finite=True), dict):
                     return message
             if time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""What the processes of the doctor tell each other, read field by field: anybody may connect to the port of rank 0.
+"""Messages between the processes of the doctor, checked field by field: any program may connect to rank 0's port.
 
 Each function returns a message of the values that it knows, and raises ConfigError where one is of another kind.
 """
@@ -58,7 +58,7 @@ def read_hello(message: Any, world_size: int) -> Message:
 
 def read_facts(message: Any) -> Message:
     """Read what a rank reports about itself."""
-    fields = _fields(message, "what a rank tells of itself")
+    fields = _fields(message, "what a rank reports about itself")
     host = fields.mapping("host")
     return {
         "cpus": fields.list_of("cpus", _MOST_CPUS, Fields.integer),
@@ -136,7 +136,7 @@ def read_probe(message: Any) -> Message:
     if missing := [name for name in _NEEDED if name not in versions]:
         fields.fail(f"{fields.place('versions')} lacks {', '.join(missing)}")
     return {
-        "findings": [_read_finding(one) for one in fields.list_of("findings", 1000, Fields.mapping)],
+        "findings": [_read_finding(finding) for finding in fields.list_of("findings", 1000, Fields.mapping)],
         "versions": versions,
         "torch": _read_torch(fields.mapping("torch")),
         "address": fields.optional("address", _text),
@@ -160,10 +160,10 @@ def _read_finding(fields: Fields) -> Message:
 
 def _read_torch(fields: Fields) -> Message:
     """Read what a process said about its torch as far as hosts are compared by it."""
-    told: Message = {name: _text(fields, name) for name in _REPORTS if name in fields}
+    report: Message = {name: _text(fields, name) for name in _REPORTS if name in fields}
     if "nccl" in fields:
-        told["nccl"] = fields.optional("nccl", Fields.list_of, 10, Fields.integer)
-    return told
+        report["nccl"] = fields.optional("nccl", Fields.list_of, 10, Fields.integer)
+    return report
 
 
 def _read_run(fields: Fields) -> Message:
@@ -219,7 +219,7 @@ def read_answer(message: Any, asked: Message) -> Message:
             "unseen": folder.list_of("unseen", _MOST, Fields.integer, 1, asked["folder"]["hosts"] - 1),
         },
         "names": {name: names.list_of(name, 1000, _text) for name in names},
-        "failures": [_read_failure(one, asked) for one in fields.list_of("failures", _MOST, Fields.any)],
+        "failures": [_read_failure(failure, asked) for failure in fields.list_of("failures", _MOST, Fields.any)],
         "tried": fields.integer("tried"),
         "pairs": [_read_half(pair) for pair in pairs],
     }
@@ -239,5 +239,5 @@ def _read_half(fields: Fields) -> Message:
 
 
 def explain(error: ConfigError) -> str:
-    """Return what is told of a host whose message cannot be read."""
+    """Return the finding about a host whose message cannot be read."""
     return f"it sent what no doctor of this version sends: {error}"

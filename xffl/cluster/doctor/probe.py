@@ -85,7 +85,7 @@ _COMPARED = ("XFFL_", "NCCL_", "GLOO_", "TORCH_")
 _SHOWN = ("NCCL_", "GLOO_")
 _SHOWN_ALSO = ("XFFL_IFNAME", "XFFL_CONTROL_IFNAME", "XFFL_FEDERATED", "XFFL_HSDP")
 
-_PATIENCE_S = 900  # how long a host waits for the next request, where rank 0's host has gone without a word
+_PATIENCE_S = 900  # how long a host waits for the next request, if rank 0's host disappears without closing
 _CONNECT_S = 5.0
 THREADS = 16  # pairs at a time, as in torch_pair
 _SLACK_S = 5.0
@@ -174,53 +174,53 @@ def check_interfaces(
     shown = "; ".join(str(interface) for interface in known.values()) or "none"
     name = socket.gethostname()
     addresses = resolve(name)
-    own = {interface.address: interface for interface in known.values() if interface.address}
+    by_address = {interface.address: interface for interface in known.values() if interface.address}
     # gloo takes the first address that it can listen at; all of 127.0.0.0/8 is on this host, on no interface's list.
-    first = next((address for address in addresses if address in own or address.startswith("127.")), None)
-    found = own.get(first) if first is not None else None
-    if found is None or found.is_loopback:
+    first = next((address for address in addresses if address in by_address or address.startswith("127.")), None)
+    of_first = by_address.get(first) if first is not None else None
+    if of_first is None or of_first.is_loopback:
         where = f"{name} is {first or addresses[0]}" if addresses else f"{name} does not resolve"
         text = f"gloo would listen on loopback, since {where}; here are {shown}"
         if nodes > 1:
             return [*findings, Finding("interface", ERROR, text, f"set XFFL_IFNAME {offer}")], None
         return [*findings, Finding("interface", OK, f"{shown}; one host needs loopback only")], "127.0.0.1"
-    text = f"{found}, where the host's name points; here are {shown}"
-    return [*findings, Finding("interface", OK, text)], found.address
+    text = f"{of_first}, where the host's name points; here are {shown}"
+    return [*findings, Finding("interface", OK, text)], of_first.address
 
 
 def _judge(
     known: Mapping[str, Interface], variable: str, name: str, nodes: int, physical: Collection[str], offer: str
 ) -> Finding:
     """Say whether an interface that is asked for can be used."""
-    found, wrong, advice = known.get(name), "", f"set {variable} {offer}"
-    if found is None:
+    address, wrong, advice = known.get(name), "", f"set {variable} {offer}"
+    if address is None:
         wrong = f"but there is no such interface{'; it takes one name' if ',' in name else ''}"
-    elif not found.is_up:
+    elif not address.is_up:
         wrong = "which is down"
-    elif found.address is None:
+    elif address.address is None:
         wrong = "which has no IPv4 address"
-    elif found.is_loopback and nodes > 1:
+    elif address.is_loopback and nodes > 1:
         wrong = "which is loopback: other hosts cannot reach it"
-    if found is None or wrong:
+    if address is None or wrong:
         return Finding("interface", ERROR, f"{variable}={name}, {wrong}", advice)
-    speed = sys.maxsize if found.speed_mbit is None else found.speed_mbit
+    speed = sys.maxsize if address.speed_mbit is None else address.speed_mbit
     cards = [i for i in known.values() if i.name in physical and i.is_up and i.address]
     faster = [i for i in cards if (i.speed_mbit or 0) > speed]
     if faster and variable != "XFFL_CONTROL_IFNAME":
-        return Finding("interface", WARNING, f"{variable}: {found}, but {faster[0]} is faster", advice)
-    return Finding("interface", OK, f"{variable}: {found}")
+        return Finding("interface", WARNING, f"{variable}: {address}, but {faster[0]} is faster", advice)
+    return Finding("interface", OK, f"{variable}: {address}")
 
 
 def find_physical(folder: Path = Path("/sys/class/net")) -> set[str]:
     """Return the interfaces that lead to a network: cards, bonds, VLANs and IPoIB, no bridges of containers."""
-    found = set()
-    for own in folder.iterdir() if folder.is_dir() else ():
-        with suppress(OSError):  # a file that is no interface, or one that has gone
-            is_card = (own / "device").exists() or (own / "bonding").is_dir()
-            is_infiniband = is_card or (own / "type").read_text().strip() == "32"
-            if is_infiniband or "DEVTYPE=vlan" in (own / "uevent").read_text().split():
-                found.add(own.name)
-    return found
+    names = set()
+    for link in folder.iterdir() if folder.is_dir() else ():
+        with suppress(OSError):  # a file that is no interface, or an interface that was removed
+            is_card = (link / "device").exists() or (link / "bonding").is_dir()
+            is_infiniband = is_card or (link / "type").read_text().strip() == "32"
+            if is_infiniband or "DEVTYPE=vlan" in (link / "uevent").read_text().split():
+                names.add(link.name)
+    return names
 
 
 def check_limits(world_size: int, files: tuple[int, int] | None = None) -> list[Finding]:
@@ -281,7 +281,7 @@ def check_threads(ranks: Sequence[Mapping[str, Any]]) -> Finding:
     """Compare the threads of a node's ranks with the CPUs that they may use."""
     cpus = set().union(*(set(rank["cpus"]) for rank in ranks))
     threads = [len(rank["cpus"]) if rank["threads"] is None else rank["threads"] for rank in ranks]
-    told = sorted({"unset" if rank["threads"] is None else str(rank["threads"]) for rank in ranks})
+    settings = sorted({"unset" if rank["threads"] is None else str(rank["threads"]) for rank in ranks})
     share = max(1, len(cpus) // len(ranks))
     wrong, advice = "", f"set OMP_NUM_THREADS={share}, or XFFL_BIND=cores; under SLURM ask for --cpus-per-task"
     crowded = [len(rank["cpus"]) for rank, count in zip(ranks, threads, strict=True) if count > len(rank["cpus"])]
@@ -291,7 +291,7 @@ def check_threads(ranks: Sequence[Mapping[str, Any]]) -> Finding:
         wrong = f": {sum(threads)} threads want {len(cpus)} CPUs"
     elif crowded:
         wrong = f": a rank is bound to {crowded[0]} CPUs, fewer than its threads"
-    text = f"{len(ranks)} rank{'s' * (len(ranks) > 1)} on {len(cpus)} CPUs, OMP_NUM_THREADS {'/'.join(told)}{wrong}"
+    text = f"{len(ranks)} rank{'s' * (len(ranks) > 1)} on {len(cpus)} CPUs, OMP_NUM_THREADS {'/'.join(settings)}{wrong}"
     return Finding("threads", WARNING if wrong else OK, text, advice)
 
 
@@ -343,39 +343,39 @@ def _reason(output: str) -> str:
     return (telling or lines or ["no message"])[-1][:160]
 
 
-def check_torch(told: Mapping[str, Any], gpus: int, environ: Mapping[str, str]) -> Finding:
+def check_torch(report: Mapping[str, Any], gpus: int, environ: Mapping[str, str]) -> Finding:
     """Judge what a process said about its torch."""
-    if "error" in told:
+    if "error" in report:
         advice = "run python -c 'import torch' there; reinstall torch for this machine (docs: Install)"
-        return Finding("torch", ERROR, f"torch cannot be loaded: {told['error']}", advice)
-    backends = ", ".join(told["backends"]) or "none"
-    text = f"{told['torch']}, backends {backends}, {told['gpus']} GPUs"
-    if "gloo" not in told["backends"]:
+        return Finding("torch", ERROR, f"torch cannot be loaded: {report['error']}", advice)
+    backends = ", ".join(report["backends"]) or "none"
+    text = f"{report['torch']}, backends {backends}, {report['gpus']} GPUs"
+    if "gloo" not in report["backends"]:
         return Finding("torch", ERROR, f"{text}: gloo is missing", "install a build of torch with gloo")
-    if gpus and not told["gpus"] and environ.get("CUDA_VISIBLE_DEVICES") != "":
+    if gpus and not report["gpus"] and environ.get("CUDA_VISIBLE_DEVICES") != "":
         advice = "install the build of torch for this driver (CUDA or ROCm), and look at CUDA_VISIBLE_DEVICES"
         return Finding("torch", ERROR, f"{text}, but the node has {gpus}", advice)
-    if told["gpus"] and "nccl" not in told["backends"]:
+    if report["gpus"] and "nccl" not in report["backends"]:
         return Finding("torch", WARNING, f"{text}: nccl is missing", "install a build of torch with NCCL or RCCL")
-    if told["gpus"]:
-        text += f", NCCL {'.'.join(map(str, told['nccl']))}; ranks that share a GPU need backend='gloo'"
-        if tuple(told["nccl"]) >= _SHARED_BY_NCCL:
+    if report["gpus"]:
+        text += f", NCCL {'.'.join(map(str, report['nccl']))}; ranks that share a GPU need backend='gloo'"
+        if tuple(report["nccl"]) >= _SHARED_BY_NCCL:
             text += " or NCCL_MULTI_RANK_GPU_ENABLE=1"
         if environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
             advice = "leave CUDA_DEVICE_MAX_CONNECTIONS out, or set 8 or more (docs: Network and threads)"
             text += "; CUDA_DEVICE_MAX_CONNECTIONS=1: rounds behind local steps are refused"
             return Finding("torch", WARNING, text, advice)
-    if told["import_s"] > _SLOW_IMPORT_S:
+    if report["import_s"] > _SLOW_IMPORT_S:
         advice = "put the environment on a faster file system, or into a container image"
-        return Finding("torch", WARNING, f"{text}; it took {told['import_s']:.0f} s to load", advice)
+        return Finding("torch", WARNING, f"{text}; it took {report['import_s']:.0f} s to load", advice)
     return Finding("torch", OK, text)
 
 
-def nccl_of(told: Mapping[str, Any]) -> str | None:
+def nccl_of(report: Mapping[str, Any]) -> str | None:
     """Return what GPUs communicate by, such as ``nccl 2.27.3``, of what a process said about its torch."""
-    if not told.get("gpus") or not told.get("nccl"):
+    if not report.get("gpus") or not report.get("nccl"):
         return None
-    return f"{'rccl' if told.get('is_rccl') else 'nccl'} {'.'.join(map(str, told['nccl']))}"
+    return f"{'rccl' if report.get('is_rccl') else 'nccl'} {'.'.join(map(str, report['nccl']))}"
 
 
 # The checks of a host -------------------------------------------------------------------------------------------------
@@ -419,13 +419,13 @@ class HostChecks:
             *network,
             *check_limits(ranks, self._files),
         ]
-        told: Message = {}
+        report: Message = {}
         if self._torch is not None:
             loopback = next((i.name for i in interfaces if i.address == LOOPBACK), None)
             with suppress(OSError):  # it has ended, and tells why
                 self._torch.send({"address": address or "", "loopback": loopback if address == LOOPBACK else None})
-            told = _hear(self._torch, import_limit_s(self._request.timeout_s))
-            findings.append(check_torch(told, count, self._environ))
+            report = _hear(self._torch, import_limit_s(self._request.timeout_s))
+            findings.append(check_torch(report, count, self._environ))
         if ranks > 1:
             # Linux completes connections to a port with a listener, up to the backlog: nobody needs to accept them.
             # Where no address is found, which is an error above, the others try that from which the host has come.
@@ -434,13 +434,13 @@ class HostChecks:
         return {
             "findings": [asdict(finding) for finding in findings],
             "versions": versions,
-            "torch": told,
+            "torch": report,
             "address": address,
             "addresses": [interface.address for interface in interfaces if interface.address],
             "ports": [int(listener.getsockname()[1]) for listener in self._listeners],
-            "store": told.get("port"),
-            "nccl": nccl_of(told),
-            "run": self._visit_run(self._torch if "port" in told else None),
+            "store": report.get("port"),
+            "nccl": nccl_of(report),
+            "run": self._visit_run(self._torch if "port" in report else None),
         }
 
     def _visit_run(self, program: Program | None) -> Message | None:
@@ -458,11 +458,11 @@ class HostChecks:
         program = self._torch if pairs else None  # pairs are only given to hosts whose torch has answered
         if program is not None:
             program.send({"pairs": pairs})  # beside the other checks
-        found = {"folder": visit_folder(**table["folder"]), **try_hosts(table["hosts"], self._request.timeout_s)}
+        findings = {"folder": visit_folder(**table["folder"]), **try_hosts(table["hosts"], self._request.timeout_s)}
         if program is not None:
-            told = _hear(program, self._request.timeout_s * (1 + len(pairs) // THREADS) + _SLACK_S)
-            results = told.get("results") or [{"error": told["error"], "is_silent": True}] * len(pairs)
-        return {**found, "pairs": results}
+            answer = _hear(program, self._request.timeout_s * (1 + len(pairs) // THREADS) + _SLACK_S)
+            results = answer.get("results") or [{"error": answer["error"], "is_silent": True}] * len(pairs)
+        return {**findings, "pairs": results}
 
     def close(self) -> None:
         """End what was started."""
@@ -482,8 +482,8 @@ def _hear(program: Program, timeout_s: float) -> Message:
 def _read_proofs(program: Program, timeout_s: float, stores: Message) -> Message:
     """Return by cell what the process with torch reads from the stores of an elastic run's cells, or its error."""
     program.send({"stores": list(stores.values()), "key": PROOF_KEY})
-    told = _hear(program, timeout_s * (1 + len(stores) // THREADS) + _SLACK_S)
-    results = told.get("results") or [{"error": told["error"]}] * len(stores)
+    answer = _hear(program, timeout_s * (1 + len(stores) // THREADS) + _SLACK_S)
+    results = answer.get("results") or [{"error": answer["error"]}] * len(stores)
     return dict(zip(stores, results, strict=True))
 
 
@@ -545,17 +545,17 @@ def visit_folder(path: str, token: str, host: int, hosts: int, patience_s: float
     file locks are tested, since xffl uses none.
     """
     folder, started = Path(path), time.monotonic()
-    own = folder / f".xffl-doctor-{token}"
+    marks = folder / f".xffl-doctor-{token}"
     is_made = False
     kind, absent = _file_system(folder), list(range(1, hosts)) if host == 0 else []
     answer: Message = {"seen_s": None, "torn": 0, "error": None, "free": 0, "kind": kind, "unseen": []}
     try:
         if host == 0:
-            own.mkdir()
+            marks.mkdir()
             is_made = True
-            write_whole(own / "turning", "a" * _PAGE)
-            write_whole(own / "seen", token)
-        while _read(own / "seen") != token:
+            write_whole(marks / "turning", "a" * _PAGE)
+            write_whole(marks / "seen", token)
+        while _read(marks / "seen") != token:
             if time.monotonic() - started > patience_s:
                 missing = "what rank 0's host writes is not seen" if folder.is_dir() else "is not there"
                 return {**answer, "error": missing}
@@ -563,15 +563,15 @@ def visit_folder(path: str, token: str, host: int, hosts: int, patience_s: float
         answer["seen_s"] = time.monotonic() - started
         for turn in range(FOLDER_TURNS):
             if host == 0:
-                write_whole(own / "turning", "ab"[turn % 2] * _PAGE)
-            text = _read(own / "turning")
+                write_whole(marks / "turning", "ab"[turn % 2] * _PAGE)
+            text = _read(marks / "turning")
             answer["torn"] += text is not None and (len(text) != _PAGE or len(set(text)) != 1)
             time.sleep(0.002)
         answer["free"] = shutil.disk_usage(folder).free
         if host != 0:
-            write_whole(own / f"host-{host}", token)
+            write_whole(marks / f"host-{host}", token)
         deadline = time.monotonic() + patience_s
-        while absent := [other for other in absent if _read(own / f"host-{other}") != token]:
+        while absent := [other for other in absent if _read(marks / f"host-{other}") != token]:
             if time.monotonic() > deadline:
                 break
             time.sleep(0.05)  # a file system may show a file late
@@ -579,7 +579,7 @@ def visit_folder(path: str, token: str, host: int, hosts: int, patience_s: float
         return {**answer, "error": f"cannot be written ({error.strerror or error})"}
     finally:
         if is_made:
-            shutil.rmtree(own, ignore_errors=True)
+            shutil.rmtree(marks, ignore_errors=True)
     return {**answer, "unseen": absent}
 
 

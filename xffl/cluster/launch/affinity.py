@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from xffl.cluster.host_lists import expand_counts
 from xffl.cluster.recognition.find import find_launcher
+from xffl.compat.datasets import ENVIRON
 from xffl.errors import ConfigError
 
 __all__ = ["Share", "bind_if_asked", "limit_threads", "share_machine", "take_turns_if_crowded", "visible_gpus"]
@@ -55,7 +56,7 @@ def share_cores(cores: Sequence[tuple[int, ...]], local_rank: int, local_size: i
     return Binding(tuple(sorted(cpu for core in cores[first:last] for cpu in core)), last - first)
 
 
-def is_bound(environ: Mapping[str, str] = os.environ) -> bool:
+def is_bound(environ: Mapping[str, str] = ENVIRON) -> bool:
     """Tell whether a launcher has given this process cores of its own already; they must not be divided again.
 
     ``srun --cpu-bind`` and Open MPI's ``mpirun`` say so to what they start themselves; processes further down inherit
@@ -73,13 +74,13 @@ def is_bound(environ: Mapping[str, str] = os.environ) -> bool:
         return False
 
 
-def limit_threads(environ: MutableMapping[str, str] = os.environ) -> None:
+def limit_threads(environ: MutableMapping[str, str] = ENVIRON) -> None:
     """Set one thread for each rank (torch takes all) unless ``OMP_NUM_THREADS`` or ``XFFL_BIND`` say otherwise."""
     if not is_wanted(environ):
         environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-def is_wanted(environ: Mapping[str, str] = os.environ) -> bool:
+def is_wanted(environ: Mapping[str, str] = ENVIRON) -> bool:
     """Tell whether ``XFFL_BIND`` asks for cores of each rank's own."""
     asked = environ.get("XFFL_BIND", "").strip().lower()
     if asked not in (*_ON, *_OFF):
@@ -87,7 +88,7 @@ def is_wanted(environ: Mapping[str, str] = os.environ) -> bool:
     return asked in _ON
 
 
-def bind_if_asked(environ: MutableMapping[str, str] = os.environ) -> None:
+def bind_if_asked(environ: MutableMapping[str, str] = ENVIRON) -> None:
     """Give this process its part of the node's cores where ``XFFL_BIND`` asks for it; call it before torch is imported.
 
     The process and what it starts later run on those CPUs only. ``OMP_NUM_THREADS`` is set to their cores unless it is
@@ -114,7 +115,7 @@ class Share:
     cpus: tuple[int, ...]
 
 
-def share_machine(sizes: Sequence[int], environ: Mapping[str, str] = os.environ) -> list[Share]:
+def share_machine(sizes: Sequence[int], environ: Mapping[str, str] = ENVIRON) -> list[Share]:
     """Divide this machine among jobs of so many ranks, each of which takes its ranks for all that are here.
 
     GPUs are divided where each rank can have one, cores where ``XFFL_BIND`` asks for it; with more ranks than CPUs all
@@ -125,20 +126,20 @@ def share_machine(sizes: Sequence[int], environ: Mapping[str, str] = os.environ)
     is_crowded = world_size > len(allowed_cpus()) and hasattr(os, "SCHED_BATCH")
     shares, first = [], 0
     for size in sizes:
-        own, last = {}, first + size
+        cpus_of, last = {}, first + size
         if len(gpus) >= world_size:
-            own["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first:last])
+            cpus_of["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first:last])
         if is_crowded and not environ.get("XFFL_SCHED"):
-            own["XFFL_SCHED"] = "batch"
+            cpus_of["XFFL_SCHED"] = "batch"
         mine = cores[first * len(cores) // world_size : last * len(cores) // world_size]
         if not is_wanted(environ) or not mine:
             mine = cores
-        shares.append(Share(own, tuple(sorted(cpu for core in mine for cpu in core))))
+        shares.append(Share(cpus_of, tuple(sorted(cpu for core in mine for cpu in core))))
         first = last
     return shares
 
 
-def visible_gpus(environ: Mapping[str, str] = os.environ) -> list[str]:
+def visible_gpus(environ: Mapping[str, str] = ENVIRON) -> list[str]:
     """Return the names of the GPUs that processes of this one may use, as ``CUDA_VISIBLE_DEVICES`` lists them."""
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
@@ -146,7 +147,7 @@ def visible_gpus(environ: Mapping[str, str] = os.environ) -> list[str]:
     return [name for name in visible.split(",") if name.strip()]
 
 
-def take_turns_if_crowded(environ: Mapping[str, str] = os.environ) -> bool:
+def take_turns_if_crowded(environ: Mapping[str, str] = ENVIRON) -> bool:
     """Have the threads of this rank wait for their turn where its node has more ranks than CPUs; local.
 
     By default Linux lets a thread that is woken up go before the one that has woken it. Where ranks share a CPU that
@@ -178,16 +179,16 @@ def _place(environ: Mapping[str, str]) -> tuple[int, int] | None:
     row = find_launcher(environ)
     if row is None:
         return None
-    found = row.read(environ)
-    if "node_local_size" not in found and row.name == "slurm":
+    fields = row.read(environ)
+    if "node_local_size" not in fields and row.name == "slurm":
         counts = expand_counts(environ["SLURM_STEP_TASKS_PER_NODE"])
-        if not 0 <= found["node_rank"] < len(counts):
-            return None  # what is wrong is told when the ranks meet
-        found["node_local_size"] = counts[found["node_rank"]]
-    if "node_local_size" not in found and 1 in (found["world_size"], found.get("node_world_size")):
-        found["node_local_size"] = found["world_size"]
-    size = found.get("node_local_size")
-    return None if size is None else (found["node_local_rank"], size)
+        if not 0 <= fields["node_rank"] < len(counts):
+            return None  # what is wrong is reported when the ranks meet
+        fields["node_local_size"] = counts[fields["node_rank"]]
+    if "node_local_size" not in fields and 1 in (fields["world_size"], fields.get("node_world_size")):
+        fields["node_local_size"] = fields["world_size"]
+    size = fields.get("node_local_size")
+    return None if size is None else (fields["node_local_rank"], size)
 
 
 def _refuse_unknown_size(environ: Mapping[str, str]) -> None:

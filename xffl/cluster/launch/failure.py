@@ -26,6 +26,7 @@ from typing import Any
 from xffl.callers import is_of_package, is_of_python, is_of_script
 from xffl.checks import decimal, visible
 from xffl.cluster.recognition.refusals import told_rank
+from xffl.compat.datasets import ENVIRON
 from xffl.errors import ConfigError, TopologyError, XfflError, public_name
 from xffl.files import read_bytes, write_whole
 from xffl.json_text import parse_json
@@ -71,7 +72,7 @@ class ExitCode(IntEnum):
     PREEMPTED = 75  # asked to leave early: a checkpoint is written; starting the same command again goes on from it
     TIMEOUT = 124  # --timeout was over
     INTERRUPTED = 130  # Ctrl-C
-    BROKEN_PIPE = 141  # the reader of standard output has gone
+    BROKEN_PIPE = 141  # the reader of standard output has closed it
 
 
 def code_of_lost_output(error: OSError) -> ExitCode | None:
@@ -80,7 +81,7 @@ def code_of_lost_output(error: OSError) -> ExitCode | None:
     What is still to be written goes nowhere: Python would complain once more when it flushes at exit.
     """
     code, streams = ExitCode.FAILED, [sys.stdout]
-    if isinstance(error, BrokenPipeError):  # the reader has gone ("xffl plan ... | head")
+    if isinstance(error, BrokenPipeError):  # the reader has closed the pipe ("xffl plan ... | head")
         code, streams = ExitCode.BROKEN_PIPE, [sys.stdout, sys.stderr]
     elif error.errno in (errno.ENOSPC, errno.EDQUOT):
         print(f"xffl: {error}", file=sys.stderr)
@@ -100,9 +101,9 @@ def code_of_signal(number: int) -> int:
 _SIGNS = (
     *("broken pipe", "connection closed by peer", "connection refused", "connection reset", "connection was closed"),
     *("connection was likely closed", "dead peer", "failed to recv", "remote process exited", "socket closed"),
-    *("timed out waiting", "was lost in the middle of a message"),
+    *("timed out waiting", "was lost in the middle of a message", "another rank of the job has ended"),
 )
-"""What gloo, NCCL, the store, and xffl between worlds say, in lower case, when another rank has gone. The script's own
+"""What gloo, NCCL, the store, and xffl between worlds say, in lower case, when another rank was lost. The script's own
 connections to others end in the same words: :func:`_tells_of_lost_peer` finds out who has said them."""
 _NEVER_OF_PEERS = (ConfigError, TopologyError)
 _TORCH = f"{os.sep}torch{os.sep}distributed{os.sep}"
@@ -129,7 +130,7 @@ class FailureRecord:
     headline: str  # the exception in one line; empty for a rank that left by sys.exit
     traceback: str
     is_xffl: bool  # whether it is an XfflError, which needs no traceback to be understood
-    lost_peer: bool  # whether it says that another rank has gone
+    lost_peer: bool  # whether it says that another rank was lost
     place: str = ""  # the line of the script, FILE:LINE, that an XfflError came through
     has_cause: bool = False  # whether it is an XfflError with which the script answers another error, to be shown too
 
@@ -167,12 +168,12 @@ def note_failure(error: BaseException) -> None:
 
 
 def note_hint(error: BaseException, hint: str) -> None:
-    """Note what the user may do about an exception that Python itself raises; it is told with the exception's text."""
+    """Note what the user may do about an exception of Python itself; it is printed with the exception's text."""
     _note(error, _HINT, hint)
 
 
 def note_first(error: BaseException, first: str) -> None:
-    """Note which rank has failed first, on the exception of one that has only lost another; it is told with it."""
+    """Note which rank has failed first, on the exception of one that has only lost another, to be printed with it."""
     _note(error, _FIRST, first)
 
 
@@ -203,7 +204,7 @@ def text_of(error: BaseException) -> str:
     """Return the text of an exception; that it has none where its own ``__str__`` fails."""
     try:
         return str(error)
-    except Exception as wrong:  # noqa: BLE001 - it must not hide the exception that is told
+    except Exception as wrong:  # noqa: BLE001 - it must not hide the exception that is reported
         return f"(its text cannot be made: {type(wrong).__name__})"
 
 
@@ -216,7 +217,7 @@ def describe_failure(error: BaseException, *, skip: Container[str] = ()) -> Fail
     leaves, is_xffl = isinstance(error, SystemExit), isinstance(error, XfflError)
     advice = _noted(error, _HINT)
     hint = "" if advice is None else f". HINT: {advice}"
-    first = "" if (told := _noted(error, _FIRST)) is None else f"; {told}"
+    first = "" if (note := _noted(error, _FIRST)) is None else f"; {note}"
     text = f"{public_name(error)}: {' '.join(text_of(error).split())}".removesuffix(": ")
     headline = visible(f"{text}{first}{hint}")
     return FailureRecord(
@@ -256,14 +257,16 @@ def _answers_another(error: BaseException) -> bool:
 
 
 def is_only_lost_peer(error: BaseException) -> bool:
-    """Tell whether an exception and all that led to it say no more than that another rank has gone."""
+    """Tell whether an exception and all that led to it say no more than that another rank was lost."""
     links = list(_chain(error))
-    told = list(map(_tells_of_lost_peer, links))
-    return any(told) and all(one or isinstance(link, XfflError) for one, link in zip(told, links, strict=True))
+    verdicts = list(map(_tells_of_lost_peer, links))
+    return any(verdicts) and all(
+        verdict or isinstance(link, XfflError) for verdict, link in zip(verdicts, links, strict=True)
+    )
 
 
 def _tells_of_lost_peer(error: BaseException) -> bool:
-    """Tell whether torch.distributed, or xffl after it, says that another rank has gone.
+    """Tell whether torch.distributed, or xffl after it, says that another rank was lost.
 
     The script's own connections end with the same words: a tracking server that is down refuses a connection, too.
     """
@@ -329,8 +332,8 @@ def line_of(error: BaseException, record: FailureRecord) -> str | None:
     return None if rank is None else f"xffl: rank {rank} has not met the others: {_first_words(record.headline)}"
 
 
-def tell_unmet(error: XfflError, environ: Mapping[str, str] = os.environ) -> None:
-    """Tell an error that comes before this process has met others, and wait until they have told theirs, if any.
+def tell_unmet(error: XfflError, environ: Mapping[str, str] = ENVIRON) -> None:
+    """Report an error from before this process has met others, and wait until they have reported theirs, if any.
 
     Where a launcher has started several, rank 0 tells all of it and the others its first words.
     """
@@ -386,7 +389,7 @@ def read_failure(folder: str, rank: int) -> FailureRecord | None:
 
 
 def parse_failure(content: Any) -> FailureRecord | None:
-    """Return the record that a rank has told, as JSON holds it; ``None`` where it is none, as a script may print."""
+    """Return the record that a rank has printed, as JSON holds it; ``None`` where it is none, as a script may print."""
     readers: dict[str, Callable[[Fields, str], Any]] = {
         "float": Fields.number,
         "int": partial(Fields.integer, minimum=-(2**31), maximum=2**31),
@@ -394,10 +397,10 @@ def parse_failure(content: Any) -> FailureRecord | None:
         "bool": Fields.boolean,
     }
     try:
-        told = Fields(content, "the record of a rank")
+        values = Fields(content, "the record of a rank")
         # A record of another version may lack what has a default, or have more.
-        known = [one for one in fields(FailureRecord) if one.name in told or one.default is MISSING]
-        return FailureRecord(**{one.name: readers[str(one.type)](told, one.name) for one in known})
+        known = [one for one in fields(FailureRecord) if one.name in values or one.default is MISSING]
+        return FailureRecord(**{one.name: readers[str(one.type)](values, one.name) for one in known})
     except ConfigError:
         return None
 
@@ -479,7 +482,7 @@ class JobWatch:
         self._lasting: set[int] = set()
 
     def add_record(self, rank: int, record: FailureRecord) -> None:
-        """Take over what a rank has told of its failure."""
+        """Take over what a rank has reported of its failure."""
         self._records[rank] = record
         if not record.lost_peer:
             self.start_grace()
@@ -497,11 +500,11 @@ class JobWatch:
         self.start_grace()
 
     def add_left(self, rank: int) -> None:
-        """Take over that a rank has left with code 0 before any was told to end: others may still wait for it."""
+        """Note that a rank has left with code 0 before any was asked to end: others may still wait for it."""
         self._left.add(rank)
 
     def add_lasting(self, ranks: Iterable[int]) -> None:
-        """Take over which ranks went on after others had lost a peer, until all were told to end."""
+        """Take over which ranks went on after others had lost a peer, until all were asked to end."""
         self._lasting.update(ranks)
 
     def start_grace(self) -> None:
@@ -544,8 +547,8 @@ class JobWatch:
             return first_failure(self._terminated, {})  # the peer that was lost
         # Which ranks may be the peer that was lost.
         groups = ((sorted(self._left), "left with code 0"), (sorted(self._lasting), "went on, and may hang"))
-        told = [f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} {how}" for ranks, how in groups if ranks]
-        return replace(failure, suspects=", and ".join(told))
+        endings = [f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} {how}" for ranks, how in groups if ranks]
+        return replace(failure, suspects=", and ".join(endings))
 
 
 @contextmanager

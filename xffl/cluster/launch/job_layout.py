@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -11,6 +10,7 @@ from xffl.cluster.cells import arrange
 from xffl.cluster.recognition.launcher import Launcher
 from xffl.cluster.sizes import Federation
 from xffl.cluster.slurm.allocation import Allocation, Host
+from xffl.compat.datasets import ENVIRON
 from xffl.errors import ConfigError, LaunchError
 from xffl.topology import Topology
 
@@ -48,7 +48,7 @@ class LaunchOptions:
 
 
 def fit_hosts(
-    allocation: Allocation, processes: int | None, *, knob: str = "--processes", environ: Mapping[str, str] = os.environ
+    allocation: Allocation, processes: int | None, *, knob: str = "--processes", environ: Mapping[str, str] = ENVIRON
 ) -> tuple[Host, ...]:
     """Return the hosts with as many slots as ranks are asked for, each with a GPU of its own where hosts have some."""
     hosts = _fitted(allocation, processes, knob, environ)
@@ -131,15 +131,15 @@ def _spread(allocation: Allocation, processes: int, knob: str, system: BatchSyst
             f"{system.name} for {processes} hosts or fewer, or give --hosts"
         )
     spread = _divided(hosts, processes)
-    for host, own in zip(spread, hosts, strict=True):
-        if host.slots > own.slots:
+    for host, given in zip(spread, hosts, strict=True):
+        if host.slots > given.slots:
             raise LaunchError(
-                f"{knob} is {processes}: even parts are {host.slots} ranks on {host.name}, which has {own.slots} slots "
-                f"of {job} ({_shown(hosts)}). HINT: {system.ask}, or give --hosts with the slots of each"
+                f"{knob} is {processes}: even parts are {host.slots} ranks on {host.name}, which has {given.slots} "
+                f"slots of {job} ({_shown(hosts)}). HINT: {system.ask}, or give --hosts with the slots of each"
             )
     return spread
 
 
 def _shown(hosts: Sequence[Host]) -> str:
-    told = ", ".join(f"{host.slots} on {host.name}" for host in hosts[:_SHOWN])
-    return told + (f" and {len(hosts) - _SHOWN} more hosts" if len(hosts) > _SHOWN else "")
+    slots = ", ".join(f"{host.slots} on {host.name}" for host in hosts[:_SHOWN])
+    return slots + (f" and {len(hosts) - _SHOWN} more hosts" if len(hosts) > _SHOWN else "")

@@ -39,8 +39,8 @@ def launch_local(processes: int, command: Sequence[str], options: LaunchOptions)
         check_command(command)
     watch = JobWatch(options.timeout_s, options.grace_s)
     # The variables of an agent above this process are not for the ranks.
-    own = {name: text for name, text in os.environ.items() if not name.startswith("TORCHELASTIC_")}
-    variables = {**own, **options.environ}
+    inherited = {name: text for name, text in os.environ.items() if not name.startswith("TORCHELASTIC_")}
+    variables = {**inherited, **options.environ}
     limit_threads(variables)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it is ignored, exit codes are lost
     folder = tempfile.TemporaryDirectory(prefix="xffl-exec-")
@@ -78,7 +78,7 @@ class _Ranks:
         self._watch = watch
         self._failures = failures
         self._running: dict[int, subprocess.Popen[bytes]] = {}
-        self._orphans: list[subprocess.Popen[bytes]] = []  # ended since all were told to; may have left something
+        self._orphans: list[subprocess.Popen[bytes]] = []  # ended since all were asked to; may have left something
         self._ending_since: float | None = None
         self._echo_until: float | None = None  # for others to show that they failed before one that has lost them
 
@@ -89,16 +89,16 @@ class _Ranks:
 
     @property
     def are_ending(self) -> bool:
-        """Whether they were told to end."""
+        """Whether they were asked to end."""
         return self._ending_since is not None
 
     def start(self, processes: int, command: Sequence[str], environ: Mapping[str, str]) -> None:
         for rank in range(processes):
             place = {"rank": rank, "world_size": processes, "node_local_rank": rank, "node_local_size": processes}
             words = [*child_command("xffl.cluster.launch.runner"), *command]
-            own = {**environ, **torchrun_variables(**place)}
+            variables = {**environ, **torchrun_variables(**place)}
             try:
-                self._running[rank] = subprocess.Popen(words, env=own, start_new_session=True)
+                self._running[rank] = subprocess.Popen(words, env=variables, start_new_session=True)
             except OSError as error:
                 raise LaunchError(f"process {rank} of {processes} could not be started: {error}") from error
 
@@ -134,7 +134,7 @@ class _Ranks:
             process.send_signal(number)
 
     def kill(self) -> None:
-        """Kill what is left; what ranks have told before counts."""
+        """Kill what is left; what ranks have reported before counts."""
         for process in (*self._running.values(), *self._orphans):
             _kill(process, signal.SIGKILL)
         for rank, process in self._running.items():
@@ -153,7 +153,7 @@ class _Ranks:
             self._echo_until = time.monotonic() + LINGER_S
 
     def _collect_record(self, rank: int) -> FailureRecord | None:
-        """Take over what a rank has told, unless it is about its end on account of another one's failure."""
+        """Take over what a rank has reported, unless it is about its end on account of another one's failure."""
         record = read_failure(self._failures, rank)
         is_answer = self._watch.stopped_by is None and self._ending_since is not None
         if record is None or (is_answer and record.time > (self._ending_since or 0.0)):
@@ -163,7 +163,7 @@ class _Ranks:
 
 
 def _kill(process: subprocess.Popen[bytes], number: int) -> bool:
-    """Send a signal to a rank and what it has started, and tell whether anything of it is there."""
+    """Send a signal to a rank and what it has started, and return whether anything of it is left."""
     try:
         os.killpg(process.pid, number)
     except ProcessLookupError:

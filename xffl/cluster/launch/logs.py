@@ -76,7 +76,7 @@ _LABEL = re.compile(rb"^ *\d+: $")  # what srun --label puts before each line
 
 
 class Message(NamedTuple):
-    """What a rank told."""
+    """What a rank reported."""
 
     rank: int
     content: dict[str, Any]
@@ -97,8 +97,8 @@ class MarkedLines:
 
     def take(self, line: bytes) -> tuple[bytes, Message | None]:
         """Read one line; return what of it is no message, and the message that is complete now, if any."""
-        before, found, rest = line.partition(_MARK)
-        if not found:
+        before, mark, rest = line.partition(_MARK)
+        if not mark:
             return line, None
         before = b"" if not before or _LABEL.match(before) else before + b"\n"
         try:
@@ -161,7 +161,7 @@ class RankFile:
 
 
 def make_log_dir(folder: str) -> str:
-    """Make the folder of the log files, so that a mistake is told before a rank is started; local."""
+    """Make the folder of the log files, so that a mistake is reported before a rank is started; local."""
     path = os.path.abspath(folder)
     try:
         os.makedirs(path, exist_ok=True)
@@ -179,9 +179,9 @@ def list_rank_files(folder: Path) -> tuple[RankFile, ...]:
     except OSError as error:
         raise ConfigError(f"folder {str(folder)!r} cannot be read: {error.strerror}; give that of --log-dir") from error
     matches = [match for match in map(_NAME.fullmatch, names) if match is not None]
-    found = [RankFile(int(name[1]), None if name[2] is None else int(name[2]), folder) for name in matches]
+    rank_files = [RankFile(int(name[1]), None if name[2] is None else int(name[2]), folder) for name in matches]
     inner = sorted((int(match[1]), match[0]) for match in map(_FOLDER.fullmatch, names) if match is not None)
-    return (*sorted(found), *(file for _, name in inner for file in list_rank_files(folder / name)))
+    return (*sorted(rank_files), *(file for _, name in inner for file in list_rank_files(folder / name)))
 
 
 def redirect(file: RankFile) -> int:
@@ -296,7 +296,7 @@ class Stream:
 
 @contextmanager
 def following(folder: Path, out: BinaryIO, world_size: int = 1) -> Iterator[None]:
-    """Show what ranks write into a folder while the block runs; where the reader has gone, SIGTERM ends its ranks."""
+    """Show what ranks write into a folder while the block runs; if the reader closes, SIGTERM ends its ranks."""
     over = threading.Event()
     stream = Stream(folder, out, begin=sizes_now(folder), world_size=world_size)
     troubles: list[Exception] = []

@@ -1,6 +1,6 @@
 """One rank of a job, started by the launchers only, with the script and its arguments behind the module's name.
 
-It runs the script as Python itself would (:mod:`xffl.cluster.launch.script`), except that an uncaught exception is told
+It runs the script as Python itself would (:mod:`xffl.cluster.launch.script`), but an uncaught exception is reported
 to the launcher, which shows the first one, instead of being printed by every rank.
 """
 
@@ -56,8 +56,8 @@ class RankJob:
 
     command: tuple[str, ...] = ()  # where it is not on the command line: srun takes a ":" there for itself
     log_dir: str | None = None
-    failures: str | None = None  # folder where failures are told, each in a file
-    is_marked: bool = False  # whether failures are told in marked lines on standard error
+    failures: str | None = None  # folder for failures, each in a file
+    is_marked: bool = False  # whether failures are printed in marked lines on standard error
     is_tied: bool = True  # whether the rank is to be killed when the process that started it dies
     parent: int | None = None  # that process, if known; it may have died before the rank could tie itself to it
     source: str | None = None  # the script itself, where the launcher has read it: standard input, or a pipe
@@ -69,8 +69,8 @@ class RankJob:
     @classmethod
     def pop(cls, environ: MutableMapping[str, str]) -> RankJob:
         """Read the variable, and take it out of the environment."""
-        told = json.loads(environ.pop(_VARIABLE, "{}"))
-        return cls(**{**told, "command": tuple(told.get("command", ()))})
+        values = json.loads(environ.pop(_VARIABLE, "{}"))
+        return cls(**{**values, "command": tuple(values.get("command", ()))})
 
 
 def main() -> None:
@@ -96,7 +96,7 @@ def main() -> None:
         if error.code not in (None, 0):
             _report(error, job, rank, tell, has_log=has_log)
         raise  # Python prints the message of sys.exit("message") itself
-    except BaseException as error:  # noqa: BLE001 - whatever ends the script is to be told
+    except BaseException as error:  # noqa: BLE001 - whatever ends the script is reported
         code = _report(error, job, rank, tell, has_log=has_log)
     else:
         return
@@ -106,7 +106,7 @@ def main() -> None:
 def run_script(command: Sequence[str], source: str | None = None) -> None:
     """Run a script in this process as Python itself would; what ends it is passed on."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # Lines come at once and whole, even where Python is told not to buffer: ranks would mix words.
+        # Lines come at once and whole, even if Python must not buffer: ranks would mix words.
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
     run_command(command, source)
 
@@ -114,8 +114,8 @@ def run_script(command: Sequence[str], source: str | None = None) -> None:
 def find_place(environ: Mapping[str, str]) -> tuple[int, int]:
     """Return the rank of this process and how many there are, from its launcher's variables; 0 and 1 without one."""
     row = find_launcher(environ)
-    found = {"rank": 0, "world_size": 1} if row is None else row.read(environ)
-    return found["rank"], found["world_size"]
+    fields = {"rank": 0, "world_size": 1} if row is None else row.read(environ)
+    return fields["rank"], fields["world_size"]
 
 
 def keep_log(folder: str) -> int:
@@ -209,12 +209,12 @@ def be_rank(work: Callable[[], object], *, timeout_s: float | None = None, log_d
         record = describe_failure(error, skip=(*_OWN_FILES, sys.modules[work.__module__].__file__ or ""))
         before = record.traceback if record.has_cause else ""
         line = line_of(error, record)
-        told = "" if line is None else f"{before}{line}\n"
+        report = "" if line is None else f"{before}{line}\n"
         if terminal == 2:
-            sys.stderr.write(told)
+            sys.stderr.write(report)
         else:  # this rank's log file has all of it
             sys.stderr.write(f"{before}xffl: {record.text}\n")
-            os.write(terminal, told.encode(errors="replace"))
+            os.write(terminal, report.encode(errors="replace"))
         sys.stderr.flush()
         leave_together(error)
         mpi_end.limit(ExitCode.REFUSED)
@@ -227,7 +227,7 @@ def be_rank(work: Callable[[], object], *, timeout_s: float | None = None, log_d
                 os.write(terminal, f"{left.code}\n".encode(errors="replace"))
             mpi_end.limit(describe_failure(left).exit_code)
         raise
-    except BaseException as error:  # noqa: BLE001 - whatever ends the work is to be told
+    except BaseException as error:  # noqa: BLE001 - whatever ends the work is reported
         note_end(error)
         record = describe_failure(error, skip=(*_OWN_FILES, sys.modules[work.__module__].__file__ or ""))
         who = "" if world_size == 1 else f"rank {rank} "
@@ -251,7 +251,7 @@ class _MpiEnd:
     """The end of MPI in a rank that has failed: it waits for the others, though not for long, and keeps the exit code.
 
     MPI's own end is collective, and mpi4py calls it when no Python runs any more: only a signal could end a process
-    that waits there, whose number would be told in place of the code. So the ranks that fail look for each other
+    that waits there, whose number would be reported in place of the code. So the ranks that fail look for each other
     before, behind all other handlers of the exit; one that does not find all of them leaves without MPI's end.
     """
 

@@ -185,20 +185,20 @@ def check_module(command: Sequence[str]) -> None:
     name = command[1] if len(command) > 1 else ""
     if not all(part.isidentifier() for part in name.split(".")):
         raise LaunchError(f"-m {name!r} names no module; give its dotted name, such as -m package.train")
-    found, places = None, None
+    spec, places = None, None
     for part in name.split("."):
-        if (found := _find(part, found, places)) is None:
+        if (spec := _find(part, spec, places)) is None:
             break
-        places = None if found.submodule_search_locations is None else list(found.submodule_search_locations)
-    if found is not None and places is not None and found.name == name:
-        found = _find("__main__", found, places)
-        if found is None:
+        places = None if spec.submodule_search_locations is None else list(spec.submodule_search_locations)
+    if spec is not None and places is not None and spec.name == name:
+        spec = _find("__main__", spec, places)
+        if spec is None:
             raise LaunchError(f"-m {name} names a package without __main__.py; name a module in it: -m {name}.train")
-    if found is not None and (found.origin == "built-in" or isinstance(found.loader, ExtensionFileLoader)):
+    if spec is not None and (spec.origin == "built-in" or isinstance(spec.loader, ExtensionFileLoader)):
         raise LaunchError(f"-m {name} cannot be run: it is a module of compiled code; name one that is Python's source")
-    if found is None and name.endswith(".py"):
+    if spec is None and name.endswith(".py"):
         raise LaunchError(f"-m takes the dotted name of a module, but {name} looks like a path; leave -m out")
-    if found is None:
+    if spec is None:
         raise LaunchError(
             f"-m {name} names a module that is neither in {os.getcwd()} nor installed; start it from the folder that "
             f"holds {name.partition('.')[0]!r}, or set PYTHONPATH to that folder"
@@ -229,8 +229,8 @@ def run_command(command: Sequence[str], source: str | None = None) -> None:
     :param source: What :func:`read_source` has returned, where the script was a stream.
     """
     # What Python has put first belongs to the program that it was started with, such as the command xffl.
-    own = os.path.dirname(os.path.realpath(sys.argv[0]))
-    if sys.path[:1] == [own]:
+    program_folder = os.path.dirname(os.path.realpath(sys.argv[0]))
+    if sys.path[:1] == [program_folder]:
         del sys.path[0]
     sys.argv[:] = command
     if is_module(command):

@@ -39,7 +39,7 @@ _POLL_S = 0.1
 _TELL_S = 0.5  # how long nothing comes before what is due of lines that were not written is said
 _CHUNK_BYTES = 1 << 16
 _SCANCEL_S = 10
-_SLACK_S = 5.0  # how long srun may take to end after it was told to, and its output to come once it has been killed
+_SLACK_S = 5.0  # how long srun may take to end after it was asked to, and its output to come once it has been killed
 _LABEL = re.compile(rb" *(\d+): ")
 _LABEL_TEXT = re.compile(r"^ *[0-9]+: ")
 _TASK_END = re.compile(r"srun: error: \S+: tasks? ([0-9,\-]+): (.+)")
@@ -125,9 +125,9 @@ class _Step:
         self._is_labelled = is_labelled
         self._marked = MarkedLines()
         self._id: str | None = None
-        self._has_ranks = False  # whether a rank has told or shown that it was started
-        self._said: list[str] = []  # what srun itself calls an error: told at the end, which it may explain
-        self._ends: list[str] = []  # what srun says of tasks that ended badly: told where nothing else explains the end
+        self._has_ranks = False  # whether a rank has reported or shown that it was started
+        self._said: list[str] = []  # what srun itself calls an error: printed at the end, which it may explain
+        self._ends: list[str] = []  # what srun says of tasks that ended badly: printed if nothing else explains the end
         self._trouble: Exception | None = None  # why what the ranks print can no longer be shown
 
     def start(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
@@ -275,7 +275,7 @@ class _Step:
         return self._relabel(line, is_begun)
 
     def _handle_message(self, message: Message) -> bool:
-        """Take over what a rank has told; tell whether it was a rank, and not a script that prints such a thing."""
+        """Take over what a rank has reported; return whether it was a rank, and not a script that prints the like."""
         content = message.content
         if not 0 <= message.rank < self._layout.topology.world_size or content.keys() not in ({"step"}, {"failure"}):
             return False

@@ -76,7 +76,7 @@ class HostConnection:
         self,
         number: int,
         host: Host,
-        told: Mapping[str, Any],
+        request: Mapping[str, Any],
         events: queue.Queue[tuple[int, dict[str, Any]]],
         shell: HostShell,
     ) -> None:
@@ -100,7 +100,7 @@ class HostConnection:
                 f"program, with its options; {shell.name} needs {_FILES_PER_HOST} open files for each host (ulimit -n)"
             ) from error
         self._orders: queue.SimpleQueue[Mapping[str, Any] | None] = queue.SimpleQueue()
-        self.send(told)
+        self.send(request)
         threading.Thread(target=self._write, name=f"xffl ssh {number} in", daemon=True).start()
         threading.Thread(target=self._read, args=(number, events), name=f"xffl ssh {number}", daemon=True).start()
 
@@ -225,13 +225,13 @@ def launch_ssh(
     variables = {**shared_environment(os.environ), **options.environ}
     limit_threads(variables)
     variables |= RankJob(log_dir=options.log_dir, is_marked=True, source=options.source).variables()
-    told = {**job_of_hosts(variables), "command": list(command), "grace_s": options.grace_s, "silence_s": _SILENCE_S}
-    told["world_size"] = layout.topology.world_size
-    told["has_source"] = options.source is not None
+    request = {**job_of_hosts(variables), "command": list(command), "grace_s": options.grace_s, "silence_s": _SILENCE_S}
+    request["world_size"] = layout.topology.world_size
+    request["has_source"] = options.source is not None
     with caught_signals() as take_signals:
         job = _Job(layout, watch, options.is_labelled, take_signals, shell=shell)
         try:
-            job.connect(told)
+            job.connect(request)
             return job.wait()
         finally:
             job.leave()
@@ -293,7 +293,7 @@ class _Job:
         self._is_stopping = False
         self._failed: list[tuple[int, int]] = []  # ranks that ended with a code other than 0, and the code
 
-    def connect(self, told: Mapping[str, Any]) -> None:
+    def connect(self, request: Mapping[str, Any]) -> None:
         """Reach every host, and start the ranks once all have answered."""
         hosts, first = self._layout.hosts, 0
         # An address of ssh may name a user, or be known to ssh's configuration alone.
@@ -306,7 +306,7 @@ class _Job:
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
         for number, host in enumerate(hosts):
             place = {"host": host.name, "first": first, "slots": host.slots, "node_rank": number, "nodes": len(hosts)}
-            words = {**told, **place, "meet": meet}
+            words = {**request, **place, "meet": meet}
             self._connections.append(HostConnection(number, host, words, self._events, shell=self._shell))
             first += host.slots
         port = self._wait_for_answers()
@@ -404,7 +404,7 @@ class _Job:
     def _handle(self, connection: HostConnection, event: Mapping[str, Any]) -> None:
         if "over" in event:
             connection.is_over = True
-            if connection.left:  # its ranks are gone with it
+            if connection.left:  # its ranks have ended with it
                 said = " ".join(connection.stderr) or f"{self._shell.name} says nothing"
                 self._lose_host(connection, f"the connection to {connection.host.name} broke: {said}")
         elif "given_up" in event:

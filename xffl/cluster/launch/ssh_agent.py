@@ -199,7 +199,7 @@ class _Ranks:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
             for stream, is_error in ((process.stdout, False), (process.stderr, True)):
-                # A child that the rank left behind may keep its streams open: what is there now is all.
+                # A child that the rank left behind may keep its streams open: what has arrived by now is all.
                 while stream is not None and not stream.closed:
                     self._forward(rank, is_error, stream, is_last=True)
             _send({"rank": rank, "code": code, "is_stopped": self._end_by is not None})

@@ -12,6 +12,7 @@ from xffl.checks import decimal, integer, number, real
 from xffl.cluster.hosts import route_address
 from xffl.cluster.network import control_address
 from xffl.cluster.sizes_text import parse_cell
+from xffl.compat.datasets import ENVIRON
 from xffl.errors import LaunchError
 from xffl.files import read_text
 
@@ -41,7 +42,7 @@ MEETING_TIMEOUT_VARIABLE = "XFFL_MEETING_TIMEOUT"
 _GROUP = re.compile(r"([0-9]{1,9})/([0-9]{1,9})")
 
 
-def lighthouse_of(environ: Mapping[str, str] = os.environ) -> str:
+def lighthouse_of(environ: Mapping[str, str] = ENVIRON) -> str:
     """Return the lighthouse's address, ``http://HOST:PORT``, as ``XFFL_LIGHTHOUSE`` or torchft's own variable says."""
     for name in ("XFFL_LIGHTHOUSE", "TORCHFT_LIGHTHOUSE"):
         if text := environ.get(name, "").strip():
@@ -54,12 +55,12 @@ def resolve_lighthouse(text: str, what: str = "the lighthouse") -> str:
     """Return a lighthouse's address, ``http://HOST:PORT``, from a text that holds it, or ``file:PATH`` of its file."""
     if text.startswith("file:"):
         try:
-            told = read_text(Path(text.removeprefix("file:")), ADDRESS_BYTES).strip()
+            written = read_text(Path(text.removeprefix("file:")), ADDRESS_BYTES).strip()
         except (OSError, ValueError) as error:
             why = getattr(error, "strerror", None) or error
-            hint = "it is there once the lighthouse runs; see that its job has started, or give HOST:PORT"
+            hint = "the lighthouse writes it when it starts; see that its job has started, or give HOST:PORT"
             raise LaunchError(f"{what} is {text!r}, a file that cannot be read ({why}); {hint}") from error
-        what, text = f"{what} in {text.removeprefix('file:')}", told
+        what, text = f"{what} in {text.removeprefix('file:')}", written
     return _url(what, text)
 
 
@@ -69,10 +70,10 @@ def _url(what: str, text: str) -> str:
 
 def read_address(what: str, text: str) -> tuple[str, int]:
     """Return the host and port of an address."""
-    found = _ADDRESS.fullmatch(text.strip())
-    if found is None or int(found[2]) > 65535:
+    match = _ADDRESS.fullmatch(text.strip())
+    if match is None or int(match[2]) > 65535:
         raise LaunchError(f"{what} is {text!r}; give HOST:PORT, such as 127.0.0.1:29510")
-    return found[1], int(found[2])
+    return match[1], int(match[2])
 
 
 def parse_lighthouse(what: str, text: str) -> str:
@@ -85,7 +86,7 @@ def parse_lighthouse(what: str, text: str) -> str:
     return f"file:{os.path.abspath(path)}"
 
 
-def elastic_cell(environ: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
+def elastic_cell(environ: Mapping[str, str] = ENVIRON) -> tuple[int, int] | None:
     """Return which cell of an elastic run this job is, and how many there are; ``None`` where it is not part of one."""
     text = environ.get("XFFL_CELL", "").strip()  # without a lighthouse it is for rounds over files
     if not text or not environ.get("XFFL_LIGHTHOUSE", "").strip():
@@ -94,7 +95,7 @@ def elastic_cell(environ: Mapping[str, str] = os.environ) -> tuple[int, int] | N
     return cell, cells if isinstance(cells, int) else len(cells)
 
 
-def restarts_of(environ: Mapping[str, str] = os.environ) -> int:
+def restarts_of(environ: Mapping[str, str] = ENVIRON) -> int:
     """Return how often this job was started before.
 
     ``XFFL_RESTARTS`` says it, which ``xffl exec`` sets for the cells that it starts. Otherwise it is the number of jobs
@@ -107,7 +108,7 @@ def restarts_of(environ: Mapping[str, str] = os.environ) -> int:
     return sum(_count(name, environ) or 0 for name in ("XFFL_EARLIER_JOBS", "SLURM_RESTART_COUNT"))
 
 
-def meeting_timeout_of(environ: Mapping[str, str] = os.environ) -> float | None:
+def meeting_timeout_of(environ: Mapping[str, str] = ENVIRON) -> float | None:
     """Return the seconds that a cell waits for others, as :data:`MEETING_TIMEOUT_VARIABLE` says; ``None`` if unset."""
     text = environ.get(MEETING_TIMEOUT_VARIABLE, "").strip()
     if not text:
@@ -131,19 +132,19 @@ def _count(name: str, environ: Mapping[str, str]) -> int | None:
     return integer(name, text if decimal(text) is None else decimal(text), 0, error=LaunchError)
 
 
-def replica_group_of(environ: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
+def replica_group_of(environ: Mapping[str, str] = ENVIRON) -> tuple[int, int] | None:
     """Return this job's replica group and the most groups, as ``XFFL_ISLAND=1/4`` says; ``None`` where unset."""
     if not (text := environ.get("XFFL_ISLAND", "").strip()):
         return None
-    found = _GROUP.fullmatch(text)
-    if found is None or not int(found[1]) < int(found[2]):
+    match = _GROUP.fullmatch(text)
+    if match is None or not int(match[1]) < int(match[2]):
         raise LaunchError(
             f"XFFL_ISLAND is {text!r}; give this replica group's number, from 0, and the most groups, such as 0/2"
         )
-    return int(found[1]), int(found[2])
+    return int(match[1]), int(match[2])
 
 
-def bind_address(lighthouse: str, environ: Mapping[str, str] = os.environ) -> str:
+def bind_address(lighthouse: str, environ: Mapping[str, str] = ENVIRON) -> str:
     """Return the address of this host at which other replica groups may reach it, and nobody on other interfaces."""
     if (named := control_address(environ)) is not None:
         return named

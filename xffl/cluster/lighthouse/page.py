@@ -39,18 +39,18 @@ _TAG = re.compile(r"<([^<>]*)>")
 _REFERENCE = re.compile(r"&(?:#[0-9]{1,7}|#[xX][0-9a-fA-F]{1,6}|[a-zA-Z][a-zA-Z0-9]{0,30});")
 _SECONDS = re.compile(r"-?[0-9]{1,18}(?:\.[0-9]{0,30})?")
 Stores = dict[str, Any]
-"""What is known of the stores of cells, by life."""
+"""What is known of the stores of cells, by their starts (lives)."""
 
 
 @dataclass(frozen=True)
 class CellStatus:
-    """What a lighthouse knows of one life of a cell; of one that was not in the last meeting, its heartbeats alone."""
+    """What a lighthouse knows of a start of a cell (a life); of one not in the last meeting, its heartbeats alone."""
 
     life: str
     cell: int | None = None  # its number; None for a replica group of another kind of job
     seen_s: float | None = None  # how long ago its last heartbeat was
     is_lost: bool = True  # whether that is longer ago than the lighthouse waits
-    has_met: bool = False  # whether it took part in the last meeting; what follows was told there
+    has_met: bool = False  # whether it took part in the last meeting, where it gave what follows
     round: int | None = None  # how many rounds led to its model
     ranks: int | None = None
     store: str = ""  # HOST:PORT
@@ -58,7 +58,7 @@ class CellStatus:
 
 @dataclass(frozen=True)
 class LighthouseStatus:
-    """What a lighthouse knows: of each cell the lives that are heard of, else the one that was last."""
+    """What a lighthouse knows: of each cell the starts that send heartbeats, else the last one."""
 
     cells: tuple[CellStatus, ...] = ()
     meeting: int | None = None  # number of the last one; None where there was none since the lighthouse was started
@@ -138,31 +138,31 @@ def parse_page(text: str) -> LighthouseStatus | None:
 
     The time that it takes grows with the length of the text and no faster, whatever stands in it.
     """
-    # Lives are anybody's texts.
+    # A life is a text that any program can send.
     page = _read_page("".join(sign if sign.isprintable() or sign == "\n" else " " for sign in text))
     head = page.head_text()
     if "Current quorum_id:" not in head or "Heartbeats" not in head:
         return None
     meeting, age = (re.search(word, head) for word in (r"Previous quorum id: ([0-9]+)", r"Quorum age:\s*(-?[0-9.]+)s"))
-    found: dict[str, CellStatus] = {}
+    cells: dict[str, CellStatus] = {}
     for member in page.members:
         life, *fields = [line.strip() for line in "".join(member).strip().split("\n")]
-        told = dict(line.split(": ", 1) for line in fields if ": " in line)
+        values = dict(line.split(": ", 1) for line in fields if ": " in line)
         if life:
-            found[life] = CellStatus(
+            cells[life] = CellStatus(
                 life,
                 has_met=True,
-                round=_integer(told.get("Step")),
-                ranks=_integer(told.get("World size")),
-                store=told.get("TCPStore", ""),
+                round=_integer(values.get("Step")),
+                ranks=_integer(values.get("World size")),
+                store=values.get("TCPStore", ""),
             )
     for is_old, pieces in page.heartbeats:
         life, _, beat = "".join(pieces).strip().rpartition(": seen ")
         seen_s = _seconds(beat.removesuffix("s ago")) if beat.endswith("s ago") else None
         if life and seen_s is not None:
-            found[life] = replace(found.get(life, CellStatus(life)), seen_s=seen_s, is_lost=is_old)
+            cells[life] = replace(cells.get(life, CellStatus(life)), seen_s=seen_s, is_lost=is_old)
     return LighthouseStatus(
-        _current(found.values()),
+        _current(cells.values()),
         None if meeting is None else decimal(meeting[1]),
         None if meeting is None or age is None else _seconds(age[1]),
     )
@@ -208,15 +208,15 @@ def _read_page(text: str) -> _Page:
 
 
 def _current(lives: Iterable[CellStatus]) -> tuple[CellStatus, ...]:
-    """Leave out lives of a cell that are lost where another one is heard of, or was later; sort by cell."""
-    numbered = [(_LIFE.fullmatch(one.life), one) for one in lives]
-    known = [replace(one, cell=None if found is None else int(found[1])) for found, one in numbered]
+    """Leave out lost starts of a cell if another one sends heartbeats, or was later; sort by cell."""
+    numbered = [(_LIFE.fullmatch(status.life), status) for status in lives]
+    known = [replace(status, cell=None if match is None else int(match[1])) for match, status in numbered]
     current = []
-    for own in group((one.life if one.cell is None else one.cell, one) for one in known).values():
-        heard = [status for status in own if not status.is_lost]
-        last = min(own, key=lambda status: float("inf") if status.seen_s is None else status.seen_s)
+    for of_cell in group((status.life if status.cell is None else status.cell, status) for status in known).values():
+        heard = [status for status in of_cell if not status.is_lost]
+        last = min(of_cell, key=lambda status: float("inf") if status.seen_s is None else status.seen_s)
         current += heard or [last]
-    return tuple(sorted(current, key=lambda one: (one.cell is None, one.cell or 0, one.life)))
+    return tuple(sorted(current, key=lambda status: (status.cell is None, status.cell or 0, status.life)))
 
 
 def _integer(text: str | None) -> int | None:
@@ -232,7 +232,7 @@ def visit_run(
 ) -> Stores:
     """Return what this host sees of the run at a lighthouse: the ``cells`` that it knows, or the ``error``.
 
-    For each cell that is heard of and has told the address of its store, ``stores`` has why that cannot be reached, or
+    For each cell with heartbeats that has given the address of its store, ``stores`` has why that cannot be reached, or
     ``None``. Where there is torch, by which ``read_proofs`` reads the stores, ``tokens`` has how the cell's token
     compares with that of this host; neither is sent.
     """
@@ -259,20 +259,20 @@ def visit_run(
         token = run_token(environ)
     except LaunchError as error:
         return {**seen, "token_error": str(error)}
-    told = read_proofs({life: place for life, place in places.items() if stores[life] is None})
-    stores |= {life: answer["error"] for life, answer in told.items() if "error" in answer}
-    proofs = {life: str(answer["proof"]) for life, answer in told.items() if "proof" in answer}
+    answers = read_proofs({life: place for life, place in places.items() if stores[life] is None})
+    stores |= {life: answer["error"] for life, answer in answers.items() if "error" in answer}
+    proofs = {life: str(answer["proof"]) for life, answer in answers.items() if "proof" in answer}
     return {**seen, "tokens": {life: _verdict(proof, life, token) for life, proof in proofs.items()}}
 
 
 def _verdict(proof: str, life: str, token: bytes) -> str:
     """Compare the token of which a cell has put a proof into its store with this host's."""
-    nonce, _, told = proof.partition(" ")
+    nonce, _, digest = proof.partition(" ")
 
     def is_of(one: bytes) -> bool:
-        return hmac.compare_digest(prove_token(one, life, nonce).partition(" ")[2].encode(), told.encode())
+        return hmac.compare_digest(prove_token(one, life, nonce).partition(" ")[2].encode(), digest.encode())
 
-    if not told:
+    if not digest:
         return "no proof"
     if is_of(token):
         return "same" if token else "none"

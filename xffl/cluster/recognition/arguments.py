@@ -14,25 +14,25 @@ _PLACE_ON_NODES = ("node_local_rank", "node_local_size", "node_rank", "node_worl
 """Fields that say where the process stands on its node, and among the nodes"""
 
 
-def complete_arguments(found: Fields, environ: Mapping[str, str], called: Mapping[str, str]) -> None:
+def complete_arguments(fields: Fields, environ: Mapping[str, str], called: Mapping[str, str]) -> None:
     """Fill in what arguments leave open where no launcher is to be asked."""
-    shown = ", ".join(f"{called[name]}={value!r}" for name, value in found.items())
-    if "rank" not in found and found.get("world_size", 1) == 1:
+    shown = ", ".join(f"{called[name]}={value!r}" for name, value in fields.items())
+    if "rank" not in fields and fields.get("world_size", 1) == 1:
         refuse_other_launchers(environ)
-        if not found:
+        if not fields:
             refuse_half_a_place(environ)
             return
-        found.take("a single process", rank=0, world_size=1)
-    if "rank" not in found or "world_size" not in found:
+        fields.take("a single process", rank=0, world_size=1)
+    if "rank" not in fields or "world_size" not in fields:
         raise LaunchError(f"{shown} without a launcher of that world needs rank and world_size; give both")
-    world = found["world_size"]
-    if not any(name in found for name in _PLACE_ON_NODES) or found.get("node_local_size") == world:
-        found.take(found.sources["rank"], node_local_rank=found["rank"])
-        found.take(found.sources["world_size"], node_local_size=world, node_rank=0, node_world_size=1)
-    absent = [name for name in _PLACE_ON_NODES if name not in found]
+    world = fields["world_size"]
+    if not any(name in fields for name in _PLACE_ON_NODES) or fields.get("node_local_size") == world:
+        fields.take(fields.sources["rank"], node_local_rank=fields["rank"])
+        fields.take(fields.sources["world_size"], node_local_size=world, node_rank=0, node_world_size=1)
+    absent = [name for name in _PLACE_ON_NODES if name not in fields]
     if world > 1:
-        honour_master(found, environ)
-        absent += [name for name in ("master_addr", "master_port") if name not in found]
+        honour_master(fields, environ)
+        absent += [name for name in ("master_addr", "master_port") if name not in fields]
     if absent:
         wanted = ", ".join(called[name] for name in absent)
         raise LaunchError(f"{shown} leaves {wanted} open; give them, or start with a launcher")

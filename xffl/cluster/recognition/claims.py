@@ -38,15 +38,15 @@ class Claim(NamedTuple):
     def from_text(cls, text: bytes | str) -> Claim:
         """Read a claim that another rank has made."""
         try:
-            told = Fields(parse_json(text, limit=_CLAIM_BYTES), "the place that a rank claims", error=LaunchError)
+            values = Fields(parse_json(text, limit=_CLAIM_BYTES), "the place that a rank claims", error=LaunchError)
         except ValueError as error:
             raise LaunchError(f"the place that a rank claims cannot be read: {error}; see who uses its port") from error
         return cls(
-            rank=told.integer("rank", 0, _MOST),
-            local_rank=told.integer("local_rank", 0, _MOST),
-            local_size=told.optional("local_size", Fields.integer, 1, _MOST),
-            host=told.text("host", 1024),
-            node_rank=told.optional("node_rank", Fields.integer, 0, _MOST),
-            node_world_size=told.optional("node_world_size", Fields.integer, 1, _MOST),
-            world_size=told.optional("world_size", Fields.integer, 1, _MOST),
+            rank=values.integer("rank", 0, _MOST),
+            local_rank=values.integer("local_rank", 0, _MOST),
+            local_size=values.optional("local_size", Fields.integer, 1, _MOST),
+            host=values.text("host", 1024),
+            node_rank=values.optional("node_rank", Fields.integer, 0, _MOST),
+            node_world_size=values.optional("node_world_size", Fields.integer, 1, _MOST),
+            world_size=values.optional("world_size", Fields.integer, 1, _MOST),
         )

@@ -51,7 +51,7 @@ class Launcher:
     """Variables that prove that it was at work; one of these sets suffices"""
     idle: Mapping[str, str] = field(default_factory=dict)
     """What signs hold in the script of a batch job, which is no process of the launcher"""
-    complete: Callable[[Fields, Environ], None] = lambda found, environ: None
+    complete: Callable[[Fields, Environ], None] = lambda fields, environ: None
     """Fills in what the variables leave open"""
     accepts: Callable[[Environ], bool] = lambda environ: True
     """A last look, for variables that may be stale"""
@@ -95,12 +95,12 @@ class Launcher:
         return None
 
 
-def honour_master(found: Fields, environ: Environ) -> None:
-    """Take ``MASTER_ADDR`` and ``MASTER_PORT``, each where it is set and not found already."""
+def honour_master(fields: Fields, environ: Environ) -> None:
+    """Take ``MASTER_ADDR`` and ``MASTER_PORT``, each if it is set and not known already."""
     if environ.get("MASTER_ADDR"):
-        found.take("MASTER_ADDR", master_addr=environ["MASTER_ADDR"])
-    if environ.get("MASTER_PORT") and "master_port" not in found:
-        found.take("MASTER_PORT", master_port=read_number("MASTER_PORT", environ["MASTER_PORT"]))
+        fields.take("MASTER_ADDR", master_addr=environ["MASTER_ADDR"])
+    if environ.get("MASTER_PORT") and "master_port" not in fields:
+        fields.take("MASTER_PORT", master_port=read_number("MASTER_PORT", environ["MASTER_PORT"]))
 
 
 def read_number(name: str, text: str) -> int:

@@ -72,18 +72,18 @@ def meet(
     place = place_ranks([row[0] for row in rows], world_size)[claim.rank]
     # A rank given as an argument may differ from MPI's: whoever is called rank 0 listens.
     root = [row[0].rank for row in rows].index(0)
-    told: tuple[str, int] | str | None = None
+    meeting: tuple[str, int] | str | None = None
     if claim.rank == 0:
         try:
-            told = _listen_at(root, rows=rows, environ=environ, address=address, port=port)
+            meeting = _listen_at(root, rows=rows, environ=environ, address=address, port=port)
         except LaunchError as error:
-            told = str(error)
+            meeting = str(error)
         except Exception as error:  # noqa: BLE001 - the others wait for whatever it is
-            told = f"{type(error).__name__}: {error}; set MASTER_ADDR and MASTER_PORT"
-    told = world.bcast(told, root=root)
-    if not isinstance(told, tuple):
-        raise LaunchError(f"rank 0 has no rendezvous: {told}")
-    return Meeting(place.node_rank, place.node_world_size, place.local_size, *told)
+            meeting = f"{type(error).__name__}: {error}; set MASTER_ADDR and MASTER_PORT"
+    meeting = world.bcast(meeting, root=root)
+    if not isinstance(meeting, tuple):
+        raise LaunchError(f"rank 0 has no rendezvous: {meeting}")
+    return Meeting(place.node_rank, place.node_world_size, place.local_size, *meeting)
 
 
 def _listen_at(
@@ -101,48 +101,48 @@ def _listen_at(
     return address, port
 
 
-def _complete_mpi(found: Fields, environ: Environ) -> None:
+def _complete_mpi(fields: Fields, environ: Environ) -> None:
     """Agree on a rendezvous over mpi4py, and find the nodes there; where the rendezvous is given, they are left open.
 
     Ranks that meet at a given address find the nodes together when they do (:func:`xffl.distributed.session`).
     """
-    honour_master(found, environ)
-    complete_nodes(found)
-    if found["world_size"] == 1 or {"master_addr", "master_port"} <= found.keys():
+    honour_master(fields, environ)
+    complete_nodes(fields)
+    if fields["world_size"] == 1 or {"master_addr", "master_port"} <= fields.keys():
         return
     claim = Claim(
-        rank=found["rank"],
-        local_rank=found["node_local_rank"],
-        local_size=found.get("node_local_size"),
-        node_rank=found.get("node_rank"),
-        node_world_size=found.get("node_world_size"),
-        world_size=found["world_size"],
+        rank=fields["rank"],
+        local_rank=fields["node_local_rank"],
+        local_size=fields.get("node_local_size"),
+        node_rank=fields.get("node_rank"),
+        node_world_size=fields.get("node_world_size"),
+        world_size=fields["world_size"],
     )
-    met = meet(claim, found["world_size"], environ, address=found.get("master_addr"), port=found.get("master_port"))
-    found.take("what the ranks told over MPI", **met._asdict())
+    met = meet(claim, fields["world_size"], environ, address=fields.get("master_addr"), port=fields.get("master_port"))
+    fields.take("what the ranks said over MPI", **met._asdict())
 
 
-def _complete_where_mpi_may_be_missing(title: str, found: Fields, environ: Environ) -> None:
+def _complete_where_mpi_may_be_missing(title: str, fields: Fields, environ: Environ) -> None:
     """Do what :func:`_complete_mpi` does for a launcher whose processes need not be of MPI, and say so if it fails."""
-    honour_master(found, environ)
+    honour_master(fields, environ)
     try:
-        _complete_mpi(found, environ)
+        _complete_mpi(fields, environ)
     except LaunchError as error:
         raise LaunchError(
-            f"{found.sources['rank']}={found['rank']} looks like {title}, which does not tell where its ranks meet; "
+            f"{fields.sources['rank']}={fields['rank']} looks like {title}, which does not tell where its ranks meet; "
             "set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a port that is free there, alike on all ranks. "
             f"Over MPI they cannot agree on it: {error}"
         ) from error
 
 
-def complete_nodes(found: Fields) -> None:
+def complete_nodes(fields: Fields) -> None:
     """Fill in what follows of the nodes from the numbers that are known: all of it where there is one node."""
-    world_size = found["world_size"]
-    if found.get("node_local_size") == world_size:
-        found.take(found.sources["node_local_size"], node_rank=0, node_world_size=1)
-    elif world_size == 1 or found.get("node_world_size") == 1:
-        source = found.sources["world_size" if world_size == 1 else "node_world_size"]
-        found.take(source, node_local_size=world_size, node_rank=0, node_world_size=1)
+    world_size = fields["world_size"]
+    if fields.get("node_local_size") == world_size:
+        fields.take(fields.sources["node_local_size"], node_rank=0, node_world_size=1)
+    elif world_size == 1 or fields.get("node_world_size") == 1:
+        source = fields.sources["world_size" if world_size == 1 else "node_world_size"]
+        fields.take(source, node_local_size=world_size, node_rank=0, node_world_size=1)
 
 
 def _is_own_step(environ: Environ) -> bool:
@@ -178,25 +178,25 @@ def _are_slurms(environ: Environ) -> bool:
     )
 
 
-def _complete_slurm(found: Fields, environ: Environ) -> None:
+def _complete_slurm(fields: Fields, environ: Environ) -> None:
     """Take the node's size from the step's list of tasks, the rendezvous from its first host and its ids."""
     counts = expand_counts(environ["SLURM_STEP_TASKS_PER_NODE"])
-    if len(counts) != found["node_world_size"] or sum(counts) != found["world_size"]:
+    if len(counts) != fields["node_world_size"] or sum(counts) != fields["world_size"]:
         raise LaunchError(
             f"SLURM_STEP_TASKS_PER_NODE={environ['SLURM_STEP_TASKS_PER_NODE']} tells of {sum(counts)} tasks on "
-            f"{len(counts)} nodes, but the step has {found['world_size']} on {found['node_world_size']}; start the "
+            f"{len(counts)} nodes, but the step has {fields['world_size']} on {fields['node_world_size']}; start the "
             "script with srun itself"
         )
-    if 0 <= found["node_rank"] < len(counts):
-        found.take("SLURM_STEP_TASKS_PER_NODE", node_local_size=counts[found["node_rank"]])
-    honour_master(found, environ)
-    if found["world_size"] == 1:
+    if 0 <= fields["node_rank"] < len(counts):
+        fields.take("SLURM_STEP_TASKS_PER_NODE", node_local_size=counts[fields["node_rank"]])
+    honour_master(fields, environ)
+    if fields["world_size"] == 1:
         return
-    if "master_addr" not in found:
-        found.take("SLURM_STEP_NODELIST", master_addr=node_address(expand_hosts(environ["SLURM_STEP_NODELIST"])[0]))
+    if "master_addr" not in fields:
+        fields.take("SLURM_STEP_NODELIST", master_addr=node_address(expand_hosts(environ["SLURM_STEP_NODELIST"])[0]))
     job, step = (read_number(name, environ[name]) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     # 20000 to 31999 lies below the ports that Linux hands out by itself; 750 jobs in a row and 16 steps of each differ.
-    found.take("SLURM_JOB_ID", master_port=20000 + (job * 16 + step % 16) % 12000)
+    fields.take("SLURM_JOB_ID", master_port=20000 + (job * 16 + step % 16) % 12000)
 
 
 def _local_fields(rank: str, world_size: str, local_rank: str, local_size: str) -> dict[str, str]:
@@ -244,7 +244,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
         variables=_PLACE,
         more=_NODES,
         signs=(("RANK", "WORLD_SIZE"),),
-        complete=lambda found, environ: complete_nodes(found),
+        complete=lambda fields, environ: complete_nodes(fields),
         accepts=lambda environ: (environ["RANK"], environ["WORLD_SIZE"]) != ("0", "1"),  # a process that is alone
         again="WORLD_SIZE={}",
         remedy="set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for each process (LOCAL_RANK=0 where "

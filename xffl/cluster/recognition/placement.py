@@ -31,11 +31,11 @@ def place_ranks(claims: Sequence[Claim], world_size: int) -> dict[int, Place]:
     lowest rank; see :func:`number_nodes`.
     """
     _check_ranks(claims, world_size)
-    told = {claim.rank: claim.node_rank for claim in claims}
-    if None not in told.values():
-        nodes = {rank: node for rank, node in told.items() if node is not None}
-    elif len({*told.values()}) > 1:
-        silent = [rank for rank, node in sorted(told.items()) if node is None]
+    claimed = {claim.rank: claim.node_rank for claim in claims}
+    if None not in claimed.values():
+        nodes = {rank: node for rank, node in claimed.items() if node is not None}
+    elif len({*claimed.values()}) > 1:
+        silent = [rank for rank, node in sorted(claimed.items()) if node is None]
         raise LaunchError(
             f"ranks {_few(silent)} do not tell the number of their node, but the others do; set GROUP_RANK for all "
             "ranks, or for none"
@@ -62,8 +62,8 @@ def number_nodes(claims: Sequence[Claim]) -> dict[int, int]:
         seen[place] += 1
     _refuse_shared_places(claims)
     nodes: dict[int, int] = {}
-    for number, ((host, told, _), node) in enumerate(members.items()):
-        size = len(node) if told is None else told
+    for number, ((host, claimed, _), node) in enumerate(members.items()):
+        size = len(node) if claimed is None else claimed
         if sorted(claim.local_rank for claim in node) != list(range(size)):
             shown_ranks = _few_items({claim.rank: claim.local_rank for claim in node})
             raise LaunchError(
@@ -97,8 +97,8 @@ def _refuse_shared_places(claims: Sequence[Claim]) -> None:
 def _check_ranks(claims: Sequence[Claim], world_size: int) -> None:
     sizes = group((claim.world_size, claim.rank) for claim in claims if claim.world_size is not None)
     if len(sizes) > 1:
-        told = "; ".join(f"{size} (ranks {_few(sorted(ranks))})" for size, ranks in sizes.items())
-        raise LaunchError(f"ranks were told different world sizes: {told}; set WORLD_SIZE to the same on all ranks")
+        sizes_text = "; ".join(f"{size} (ranks {_few(sorted(ranks))})" for size, ranks in sizes.items())
+        raise LaunchError(f"ranks have different world sizes: {sizes_text}; set WORLD_SIZE to the same on all ranks")
     ranks = sorted(claim.rank for claim in claims)
     if ranks != list(range(world_size)):
         twice = [rank for rank, count in Counter(ranks).items() if count > 1]
@@ -111,7 +111,7 @@ def _check_ranks(claims: Sequence[Claim], world_size: int) -> None:
 
 
 def _check_nodes(claims: Sequence[Claim], nodes: Mapping[int, int]) -> None:
-    """Raise where what ranks were told of their nodes does not fit who is on them."""
+    """Raise if what launchers say of ranks' nodes does not fit the ranks that are on them."""
     numbers = sorted({*nodes.values()})
     if numbers != list(range(len(numbers))):
         raise LaunchError(
@@ -129,12 +129,12 @@ def _check_nodes(claims: Sequence[Claim], nodes: Mapping[int, int]) -> None:
         for claim in there:
             if claim.local_size not in (None, len(there)):
                 raise LaunchError(
-                    f"rank {claim.rank} was told that {claim.local_size} ranks are on node {node} (host {hosts}), but "
+                    f"rank {claim.rank} counts {claim.local_size} ranks on node {node} (host {hosts}), but "
                     f"{len(there)} are; set LOCAL_WORLD_SIZE to {len(there)}, the same on all of its ranks"
                 )
             if claim.node_world_size not in (None, len(numbers)):
                 raise LaunchError(
-                    f"rank {claim.rank} was told of {claim.node_world_size} nodes, but there are {len(numbers)}; set "
+                    f"rank {claim.rank} counts {claim.node_world_size} nodes, but there are {len(numbers)}; set "
                     f"GROUP_WORLD_SIZE to {len(numbers)} on all ranks"
                 )
 

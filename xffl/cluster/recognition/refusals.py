@@ -33,13 +33,13 @@ def refuse_other_launchers(environ: Environ) -> None:
     for row in LAUNCHERS:
         if (names := row.find_sign(environ)) is None or (row.is_told and not row.missing(environ)):
             continue
-        told = ", ".join(f"{name}={environ[name]}" for name in names)
+        variables = ", ".join(f"{name}={environ[name]}" for name in names)
         lack = "which does not tell its ranks how many there are and which they are on their host"
         if row.is_told:
             lack = f"but {', '.join(row.missing(environ))} is missing"
         raise LaunchError(
-            f"{told} looks like {row.title}, {lack}; {row.remedy or _REMEDY}. For a single process unset {names[0]}, "
-            "or set RANK=0 and WORLD_SIZE=1"
+            f"{variables} looks like {row.title}, {lack}; {row.remedy or _REMEDY}. For a single process unset "
+            f"{names[0]}, or set RANK=0 and WORLD_SIZE=1"
         )
 
 
@@ -49,14 +49,14 @@ def refuse_half_a_place(environ: Environ) -> None:
     A world of one process, and the first process of a host, may be said by one variable.
     """
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    told = {name: text for name in names if (text := environ.get(name, "").strip())}
-    is_alone = told.get("WORLD_SIZE") == "1" and told.get("RANK", "0") == "0"
-    if is_alone or told in ({}, {"LOCAL_RANK": "0"}):
+    values = {name: text for name in names if (text := environ.get(name, "").strip())}
+    is_alone = values.get("WORLD_SIZE") == "1" and values.get("RANK", "0") == "0"
+    if is_alone or values in ({}, {"LOCAL_RANK": "0"}):
         return
     raise LaunchError(
-        f"{', '.join(f'{name}={text}' for name, text in told.items())} is set, but "
+        f"{', '.join(f'{name}={text}' for name, text in values.items())} is set, but "
         f"{', '.join(name for name in (*names, 'MASTER_ADDR', 'MASTER_PORT') if not environ.get(name))} is missing, so "
-        f"this process would train alone; {_REMEDY}. For a single process unset {', '.join(told)}, or set RANK=0 and "
+        f"this process would train alone; {_REMEDY}. For a single process unset {', '.join(values)}, or set RANK=0 and "
         "WORLD_SIZE=1"
     )
 
@@ -66,14 +66,14 @@ def refuse_contradiction(row: Launcher, environ: Environ) -> None:
 
     Processes that torchrun or ``xffl exec`` has started under another launcher have more variables than these.
     """
-    told = row.read(environ)
+    claimed = row.read(environ)
     other = next((other for other in LAUNCHERS if other is not row and other.matches(environ)), None)
     if other is None:
         return
     theirs = other.read(environ)
-    if theirs["world_size"] == told["world_size"] and theirs["rank"] != told["rank"]:
+    if theirs["world_size"] == claimed["world_size"] and theirs["rank"] != claimed["rank"]:
         variable = other.variables["rank"]
         raise LaunchError(
-            f"RANK={told['rank']}, but {variable}={theirs['rank']}, of {told['world_size']} processes in both; set "
-            f"RANK=${variable} in each process, or leave RANK, WORLD_SIZE and LOCAL_RANK out"
+            f"RANK={claimed['rank']}, but {variable}={theirs['rank']}, of {claimed['world_size']} processes in both; "
+            f"set RANK=${variable} in each process, or leave RANK, WORLD_SIZE and LOCAL_RANK out"
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import socket
@@ -16,6 +15,7 @@ from xffl.checks import decimal, shorten, shown
 from xffl.cluster.host_lists import MAX_HOSTS, expand_counts, expand_hosts
 from xffl.cluster.recognition.find import find_launcher
 from xffl.cluster.recognition.launcher import read_number
+from xffl.compat.datasets import ENVIRON
 from xffl.errors import ConfigError, LaunchError
 from xffl.files import read_given
 
@@ -56,7 +56,7 @@ class Allocation:
 
 
 def find_allocation(
-    environ: Mapping[str, str] = os.environ, *, wants_switches: bool = False, needs_switches: bool = False
+    environ: Mapping[str, str] = ENVIRON, *, wants_switches: bool = False, needs_switches: bool = False
 ) -> Allocation | None:
     """Find the SLURM job in whose batch script or ``salloc`` this process stands, and is no rank of a launcher yet.
 
@@ -80,8 +80,8 @@ def find_allocation(
     is_asked = bool(environ.get("SLURM_NTASKS") or environ.get("SLURM_NTASKS_PER_NODE"))
     gpus = _gpus(environ, tasks, is_asked=is_asked)
     # The tasks that were asked for, else one for each GPU, else SLURM's own count.
-    slots = tasks if is_asked else tuple(own or count for own, count in zip(gpus, tasks, strict=True))
-    hosts = tuple(Host(name, count, gpus=own) for name, count, own in zip(names, slots, gpus, strict=True))
+    slots = tasks if is_asked else tuple(of_node or count for of_node, count in zip(gpus, tasks, strict=True))
+    hosts = tuple(Host(name, count, gpus=of_node) for name, count, of_node in zip(names, slots, gpus, strict=True))
     if wants_switches or needs_switches:
         try:
             hosts = ask_switches(hosts, environ)
@@ -142,7 +142,7 @@ def _count_gpus(environ: Mapping[str, str], name: str) -> int | None:
 # Switches -------------------------------------------------------------------------------------------------------------
 
 
-def show_topology(environ: Mapping[str, str] = os.environ) -> str:
+def show_topology(environ: Mapping[str, str] = ENVIRON) -> str:
     """Ask SLURM's controller for its network."""
     environ = dict(environ)
     environ.pop("SLURM_TOPO_LEN", None)  # it cuts lines short
@@ -223,20 +223,20 @@ def with_switches(hosts: Iterable[Host], topology: Mapping[str, tuple[str, ...]]
     return tuple(replace(host, switches=topology.get(host.name, host.switches)) for host in hosts)
 
 
-def ask_switches(hosts: Iterable[Host], environ: Mapping[str, str] = os.environ) -> tuple[Host, ...]:
+def ask_switches(hosts: Iterable[Host], environ: Mapping[str, str] = ENVIRON) -> tuple[Host, ...]:
     """Return hosts with the switches that SLURM's controller names for them."""
     return with_switches(hosts, read_topology(show_topology(environ)))
 
 
-def own_host(environ: Mapping[str, str] = os.environ) -> Host:
+def own_host(environ: Mapping[str, str] = ENVIRON) -> Host:
     """Tell where this process runs, from what a SLURM step or else the host itself says; local."""
     name = environ.get("XFFL_HOST") or environ.get("SLURMD_NODENAME") or socket.gethostname()
     address, pattern = environ.get("SLURM_TOPOLOGY_ADDR", ""), environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", "")
     # The address ends in the node's name, which may hold dots; of another node it is left over from another step.
     if name != environ.get("SLURMD_NODENAME") or not address.endswith(f".{name}") or not pattern.endswith(".node"):
         return Host(name)
-    found = re.findall(r"(?:[^.\[\]]|\[[^\[\]]*\])+", address.removesuffix(f".{name}"))
-    return Host(name, switches=tuple("+".join(sorted(expand_hosts(level))) for level in found))
+    parts = re.findall(r"(?:[^.\[\]]|\[[^\[\]]*\])+", address.removesuffix(f".{name}"))
+    return Host(name, switches=tuple("+".join(sorted(expand_hosts(level))) for level in parts))
 
 
 # Hosts that somebody wrote down ---------------------------------------------------------------------------------------
@@ -283,32 +283,32 @@ def _add_hosts(hosts: list[Host], more: list[Host]) -> None:
 
 
 def _hosts(words: list[str], where: str) -> list[Host]:
-    """Read one entry: a name or a list of names, its slots, and what else is told of it."""
+    """Read one entry: a name or a list of names, its slots, and what else the list says of it."""
     names, _, slots = words[0].rpartition(":") if ":" in words[0] else (words[0], "", "")
-    told = {"slots": slots} if slots else {}
+    values = {"slots": slots} if slots else {}
     for word in words[1:]:
         key, _, value = word.partition("=")
-        if key not in ("slots", "address", "gpus", "switches") or not value or key in told:
+        if key not in ("slots", "address", "gpus", "switches") or not value or key in values:
             raise ConfigError(
                 f"hosts: {shown(where)} has {shown(word)}; write a line like a slots=4 address=10.0.0.1 gpus=4"
             )
-        told[key] = value
-    if not told.get("slots"):
+        values[key] = value
+    if not values.get("slots"):
         raise ConfigError(
             f"hosts: {shown(where)} does not say how many ranks {shown(names)} takes; write {names[:40]}:4"
         )
-    counts = {key: decimal(told[key], _COUNT_DIGITS) for key in ("slots", "gpus") if key in told}
+    counts = {key: decimal(values[key], _COUNT_DIGITS) for key in ("slots", "gpus") if key in values}
     slots_given = counts["slots"]
     if not slots_given or None in counts.values():
         raise ConfigError(
-            f"hosts: {shown(where)} has slots {shown(told['slots'])} or gpus that are not valid; give 1 to "
+            f"hosts: {shown(where)} has slots {shown(values['slots'])} or gpus that are not valid; give 1 to "
             f"{10**_COUNT_DIGITS - 1}"
         )
     try:
         expanded = expand_hosts(names)
     except LaunchError as error:
         raise ConfigError(f"hosts: {shown(where)}: {error}") from error
-    address = told.get("address")
+    address = values.get("address")
     # A name that starts with "-" would be an option of ssh.
     if odd := [name for name in (*expanded, address or "a") if not _NAME.fullmatch(name)]:
         raise ConfigError(
@@ -316,7 +316,7 @@ def _hosts(words: list[str], where: str) -> list[Host]:
         )
     if address is not None and len(expanded) > 1:
         raise ConfigError(f"hosts: {shown(where)} gives one address to {len(expanded)} hosts; give each its own")
-    switches = tuple(told["switches"].split(".")) if "switches" in told else ()
+    switches = tuple(values["switches"].split(".")) if "switches" in values else ()
     return [
         Host(name, slots=slots_given, address=address, switches=switches, gpus=counts.get("gpus")) for name in expanded
     ]

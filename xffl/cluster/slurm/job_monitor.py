@@ -77,9 +77,9 @@ def find_endings(job: str, *, patience_s: float = _PATIENCE_S, look_s: float = 1
         if ran.returncode != 0:
             break  # there is no accounting
         rows = [line.split("|") for line in ran.stdout.splitlines() if line.count("|") == 2]
-        found = {number: _ending(state, code) for number, state, code in rows}
-        if found and all(ending.state in _ENDED for ending in found.values()):
-            return found
+        endings = {number: _ending(state, code) for number, state, code in rows}
+        if endings and all(ending.state in _ENDED for ending in endings.values()):
+            return endings
         if time.monotonic() >= deadline:
             break
         time.sleep(look_s)
@@ -151,7 +151,7 @@ class Follower:
                     self._show_rest(number)
                     endings[number] = find_endings(number, look_s=2 * self.look_s)
                 if len(endings) == len(self.jobs):
-                    return {task: ending for found in endings.values() for task, ending in found.items()}
+                    return {task: ending for of_job in endings.values() for task, ending in of_job.items()}
             until = time.monotonic() + wait_s
             while True:
                 self._show()
@@ -167,7 +167,7 @@ class Follower:
 
     def logs(self) -> dict[str, str]:
         """Return the files of output by job or task; without those whose names only the nodes know."""
-        found = {}
+        by_task = {}
         for name in {**dict.fromkeys(self.jobs.keys() - set(map(_number, self._known))), **self._known}:
             number, _, task = name.partition("_")
             if is_decimal(task) or not task:
@@ -175,8 +175,8 @@ class Follower:
                 names = {"A": number, "a": task, "x": self.jobs[number].name, "u": self.user}
                 file = expand_pattern(self.jobs[number].log, names | ({} if task else {"j": number}))
                 if file is not None:
-                    found[name] = file
-        return found
+                    by_task[name] = file
+        return by_task
 
     def _show(self, ended: str | None = None) -> bool:
         """Show what has come since, and tell whether that was something; of an ended job also what ends no line."""

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from xffl.checks import integer_fields, shown
+from xffl.compat.datasets import ENVIRON
 from xffl.errors import ConfigError, LaunchError
 from xffl.files import create, make_folders, read_given, read_text, write_whole
 
@@ -59,7 +60,7 @@ class SlurmConfig:
     :param gpus_per_node: GPUs of each node: their number, or kind and number, such as a100:4.
     :param memory: Memory of each node, such as 64G; 0 for all of it.
     :param time: Time limit: minutes, or 12:30:00, or 2-00:00:00.
-    :param account: Who pays.
+    :param account: The account that is charged.
     :param qos: Quality of service.
     :param constraint: Features that nodes must have.
     :param nodelist: Nodes to take, such as a[1-2],b1; by default SLURM chooses.
@@ -200,16 +201,16 @@ def word_of(key: str, value: Any) -> str:
     return f"--{key}={value if isinstance(value, str) else json.dumps(value)}"
 
 
-def find_template(name: str | None = None, environ: Mapping[str, str] = os.environ) -> str:
+def find_template(name: str | None = None, environ: Mapping[str, str] = ENVIRON) -> str:
     """Return the template of batch scripts: the named one, else that of ``XFFL_TEMPLATES``, the user or xffl."""
     folder = environ.get("XFFL_TEMPLATES")
     chosen = Path(name) if name else Path(folder) / TEMPLATE if folder else None
     if chosen is None:
         home = environ.get("XDG_CONFIG_HOME") or os.path.join(environ.get("HOME", ""), ".config")
-        own = Path(home) / "xffl" / "templates" / TEMPLATE
-        if not (os.path.isabs(home) and own.is_file()):
+        of_user = Path(home) / "xffl" / "templates" / TEMPLATE
+        if not (os.path.isabs(home) and of_user.is_file()):
             return (files("xffl.cluster.slurm") / "templates" / TEMPLATE).read_text(encoding="utf-8")
-        chosen = own
+        chosen = of_user
     try:
         return read_given(chosen).replace("\r\n", "\n")
     except (OSError, ValueError) as error:
@@ -278,15 +279,15 @@ def _directives(slurm: SlurmConfig, job: Job) -> list[str]:
         # Without a "B:" before the name: to the ranks, and not to the script.
         "signal": None if slurm.signal_s is None else f"{slurm.signal}@{slurm.signal_s}",
     }
-    found = []
+    lines = []
     for name, value in options.items():
         if value is not None:
-            found.append(f"--{name}={_quoted_for_sbatch(f'--{name}', str(value))}")
-    found.append("--requeue" if slurm.requeue else "--no-requeue")
+            lines.append(f"--{name}={_quoted_for_sbatch(f'--{name}', str(value))}")
+    lines.append("--requeue" if slurm.requeue else "--no-requeue")
     for line in slurm.extra:
         if not line.isprintable():
             raise ConfigError(f"slurm.extra has {line!r}; give each item one option, in printable characters")
-    return [*found, *slurm.extra]
+    return [*lines, *slurm.extra]
 
 
 def _quoted_for_sbatch(what: str, text: str) -> str:
@@ -315,7 +316,7 @@ def _setup(setup: str | tuple[str, ...]) -> str:
     if not isinstance(setup, str):
         return "\n".join(setup) or ": # slurm.setup"
     if not os.path.isfile(setup):
-        raise ConfigError(f"slurm.setup is {setup!r}, and no such file is there; give a file, or a list of lines")
+        raise ConfigError(f"slurm.setup is {setup!r}, and there is no such file; give a file, or a list of lines")
     return f"source {shlex.quote(os.path.abspath(setup))}"
 
 
@@ -427,8 +428,8 @@ def cancel_jobs(jobs: Sequence[str]) -> None:
     """Cancel jobs, with all tasks of an array."""
     ran = run_slurm(["scancel", *jobs])
     if ran.returncode != 0:
-        told = " ".join(ran.stderr.split())
-        raise LaunchError(f"scancel {' '.join(jobs)} failed: {told}; squeue --me shows what is left")
+        message = " ".join(ran.stderr.split())
+        raise LaunchError(f"scancel {' '.join(jobs)} failed: {message}; squeue --me shows what is left")
 
 
 def run_slurm(command: Sequence[str], text: str = "") -> subprocess.CompletedProcess[str]:

@@ -39,9 +39,10 @@ def note_in_world(error: BaseException, world: JoinedWorld | None, topology: Top
     :param topology: How the world is spread, where it does not tell.
     """
     note_failure(error)
-    if is_noted_alike(error):
+    is_isolated_rank = dist.is_initialized() and is_isolated()
+    if is_noted_alike(error) and not is_isolated_rank:
         return
-    if dist.is_initialized() and is_isolated():
+    if is_isolated_rank:  # what the ranks of a cell raise alike, other cells have not heard of
         from xffl.distributed.failures.isolated_job import find_job
 
         world = find_job(_ASK_S) or world

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from xffl.cluster.launch.failure import is_only_lost_peer, note_alike, note_first, text_of
+from xffl.cluster.launch.failure import is_noted_alike, is_only_lost_peer, note_alike, note_first, text_of
 from xffl.errors import XfflError, public_name
 from xffl.topology import Topology, ranks_text
 
@@ -55,7 +55,7 @@ def tell_failure(error: BaseException, world: JoinedWorld) -> None:
         else:
             what = " ".join(f"{public_name(error)}: {text_of(error)}".split())[:_SHOWN]
             world.store.compare_set(_FIRST, "", json.dumps([world.rank, what]))
-        if isinstance(error, XfflError):
+        if isinstance(error, XfflError) and not is_noted_alike(error):
             _choose_speaker(error, world)
     except (RuntimeError, ValueError):  # it has gone with rank 0, or keeps nothing: this rank tells its error itself
         return

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from torch.distributed import DistNetworkError, DistStoreError
+from torch.distributed import DistNetworkError
 
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.several_worlds.isolated_cell import IsolatedCell
-from xffl.distributed.several_worlds.job_ranks import connect_job_store
+from xffl.distributed.several_worlds.job_ranks import connect_job_store, get_from_job
 from xffl.errors import LaunchError
 
 __all__ = ["CellNotes", "open_notes"]
@@ -57,6 +57,7 @@ class IsolatedNotes:
 
     def __init__(self, isolated: IsolatedCell, topic: str, timeout_s: float) -> None:
         self._isolated = isolated
+        self._timeout_s = timeout_s
         self._store = connect_job_store(isolated, timeout_s)
         # All ranks open their notes of a topic together, so this number is the same on each of them.
         number = int(self._store.add(f"notes/{topic}/{isolated.rank}", 1))
@@ -71,8 +72,9 @@ class IsolatedNotes:
         """Return the texts of all cells; LaunchError where one does not come in time."""
         cells = range(len(self._isolated.sizes))
         try:
-            return tuple(self._store.get(self._key(name, cell)).decode() for cell in cells)
-        except (DistStoreError, DistNetworkError) as error:  # the second: the store's rank has ended after an error
+            keys = [self._key(name, cell) for cell in cells]
+            return tuple(get_from_job(self._store, key, self._isolated, self._timeout_s).decode() for key in keys)
+        except (LaunchError, DistNetworkError) as error:  # the second: the store's rank has ended after an error
             raise LaunchError(
                 f"rank {self._isolated.rank} has waited in vain for the {name} of all {len(cells)} cells: {error}; see "
                 "the other ranks' output"

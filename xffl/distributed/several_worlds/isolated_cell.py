@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from xffl.checks import decimal
 from xffl.cluster.environment import ISOLATED_VARIABLE
+from xffl.compat.datasets import ENVIRON
 from xffl.errors import ConfigError
 from xffl.topology import Topology
 
@@ -40,7 +40,7 @@ class IsolatedCell:
         return {ISOLATED_VARIABLE: f"{self.rank} {','.join(map(str, self.sizes))} {self.store}"}
 
 
-def read_isolated_cell(environ: Mapping[str, str] = os.environ) -> IsolatedCell | None:
+def read_isolated_cell(environ: Mapping[str, str] = ENVIRON) -> IsolatedCell | None:
     """Return the place that the variable tells; ``None`` where the cells of this job are not isolated."""
     text = environ.get(ISOLATED_VARIABLE, "").strip()
     if not text:

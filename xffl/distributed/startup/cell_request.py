@@ -33,8 +33,11 @@ class CellRequest(Protocol):
         """
         ...
 
-    def leave(self) -> None:
-        """Put back what was changed to join, when the world is left; local."""
+    def leave(self, error: BaseException | None) -> None:
+        """Put back what was changed to join, when the world is left; local.
+
+        :param error: The error that the world is left by, if any.
+        """
         ...
 
 

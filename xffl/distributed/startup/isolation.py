@@ -8,7 +8,6 @@ cells still share is one store, at which the ranks of a round find each other
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -28,12 +27,15 @@ from xffl.cluster.environment import (
 )
 from xffl.cluster.hosts import reachable_address
 from xffl.cluster.launch.affinity import visible_gpus
+from xffl.cluster.launch.failure import ExitCode
 from xffl.cluster.launch.launch import held_port
 from xffl.cluster.network import LOOPBACK, control_address, use_interface
 from xffl.cluster.recognition.launchers import torchrun_variables
 from xffl.cluster.sizes import Federation, read_federation
+from xffl.compat.datasets import ENVIRON
 from xffl.distributed.agreement.consistency import run_on_all_ranks
 from xffl.distributed.distributed_state import DEFAULT_TIMEOUT_S, DistributedState, set_cell_world
+from xffl.distributed.failures.isolated_job import tell_ended
 from xffl.distributed.failures.uncaught import tell_once
 from xffl.distributed.session import check_timeout
 from xffl.distributed.several_worlds.cell_world import CellWorld
@@ -58,6 +60,8 @@ _OF_THE_JOB = (
     "TORCHELASTIC_USE_AGENT_STORE",
 )
 """Variables that would tell frameworks of the whole job, as Lightning reads SLURM's."""
+_TELL_S = 2.0
+"""How long a rank that ends by an error tries to reach the others' store"""
 
 
 class IsolationRequest:
@@ -93,9 +97,15 @@ class IsolationRequest:
         assert self._isolated is not None, "the cell's ranks are joined first"
         take_isolated_cell(state, self._isolated)
 
-    def leave(self) -> None:
-        """Let the environment tell of the job again; local."""
-        self._isolation.close()
+    def leave(self, error: BaseException | None) -> None:
+        """Let the environment tell of the job again; local.
+
+        :param error: The error that this rank leaves by, if any: the other ranks hear that it ends.
+        """
+        if error is None:
+            self._isolation.close()
+        else:
+            self._isolation.__exit__(type(error), error, error.__traceback__)
 
 
 @contextmanager
@@ -147,7 +157,7 @@ def isolate(
     *,
     ifname: str | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
-    environ: MutableMapping[str, str] = os.environ,
+    environ: MutableMapping[str, str] = ENVIRON,
 ) -> Iterator[IsolatedCell]:
     """Let the environment tell this process its cell while the block runs, as if that were the whole job.
 
@@ -176,12 +186,23 @@ def isolate(
         environ.update(told)
         try:
             yield isolated
+        except BaseException as error:
+            if _is_failure(error):
+                tell_ended(isolated, store, _TELL_S)
+            raise
         finally:
             del store  # which rank 0 has served until here
             for name in (*told, *_OF_THE_JOB):
                 environ.pop(name, None)
                 if name in before:
                     environ[name] = before[name]
+
+
+def _is_failure(error: BaseException) -> bool:
+    """Tell whether others wait in vain for what this rank was to do, and not whether its script has come to an end."""
+    if isinstance(error, SystemExit):
+        return error.code not in (None, ExitCode.OK, ExitCode.PREEMPTED)
+    return not isinstance(error, GeneratorExit)  # a session that nobody has left
 
 
 def _meet_in_cells(
@@ -206,6 +227,8 @@ def _meet_in_cells(
     variables = _variables_of(isolated, nodes)
     variables |= _gpus_of(place, isolated, nodes)
     variables |= {"MASTER_ADDR": host, "MASTER_PORT": cell_port, **isolated.variables()}
+    # Lightning goes by it: without, it may ask MPI for the ranks, which are those of the job.
+    variables["TORCHELASTIC_RUN_ID"] = f"cell {isolated.cell}"
     return isolated, store, variables
 
 

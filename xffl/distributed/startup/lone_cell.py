@@ -47,7 +47,7 @@ class LoneCell:
         """
         return join()
 
-    def leave(self) -> None:
+    def leave(self, error: BaseException | None) -> None:
         """Leave things as they are: joining has changed nothing; local."""
 
     def take(self, state: DistributedState) -> None:

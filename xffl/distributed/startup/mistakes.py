@@ -23,6 +23,7 @@ from xffl.cluster.network import LOOPBACK
 from xffl.cluster.reaching import find_listener
 from xffl.cluster.recognition.launchers import LAUNCHERS
 from xffl.cluster.recognition.refusals import told_rank
+from xffl.compat.datasets import ENVIRON
 from xffl.distributed.agreement.differences import rebuild_error
 from xffl.distributed.failures.uncaught import tell_once
 from xffl.distributed.startup.joining import agents_store, join_store
@@ -55,7 +56,7 @@ class ClaimedPlace:
     """Whether they meet at the store of torchrun's agent"""
 
 
-def claimed_place(arguments: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> ClaimedPlace | None:
+def claimed_place(arguments: Mapping[str, Any], environ: Mapping[str, str] = ENVIRON) -> ClaimedPlace | None:
     """Return what can be read of this process's place although something is wrong with it; local.
 
     ``None`` where the address of the meeting is not known, or no other rank is said to be there.

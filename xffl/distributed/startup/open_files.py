@@ -10,7 +10,7 @@ from xffl.cluster.environment import ProcessEnvironment
 from xffl.cluster.sizes import Federation
 from xffl.compat.gloo_connections import is_lazy
 from xffl.compat.sockets import count_open_files
-from xffl.costs import neighbours_of_barrier, neighbours_of_votes
+from xffl.costs import neighbours_of_barrier, peers_in_votes
 from xffl.distributed.groups import STREAMED
 from xffl.distributed.startup.file_limit import raise_file_limit
 from xffl.distributed.startup.stores import has_agents_store
@@ -152,4 +152,4 @@ def connections_of_votes(topology: Topology, rank: int) -> int:
     """Return how many connections the votes of rounds open beside those of the world's barrier: none in a mesh."""
     if not is_lazy(topology.world_size):
         return 0
-    return len(neighbours_of_votes(topology, rank) - neighbours_of_barrier(rank, topology.world_size))
+    return len(peers_in_votes(topology, rank).ranks - neighbours_of_barrier(rank, topology.world_size))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping
 from datetime import timedelta
@@ -14,6 +13,7 @@ from xffl.cluster.environment import ProcessEnvironment
 from xffl.cluster.listening import open_listener
 from xffl.cluster.network import LOOPBACK
 from xffl.cluster.reaching import await_listener
+from xffl.compat.datasets import ENVIRON
 
 __all__ = ["arrive", "has_agents_store", "serve_store"]
 
@@ -21,7 +21,7 @@ _BACK_S = 10.0
 """How long rank 0 tries whether an address leads back to it."""
 
 
-def has_agents_store(place: ProcessEnvironment, environ: Mapping[str, str] = os.environ) -> bool:
+def has_agents_store(place: ProcessEnvironment, environ: Mapping[str, str] = ENVIRON) -> bool:
     """Tell whether torchrun's agent has a store for the ranks, at the address where they meet."""
     shares = environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true"
     return place.launcher == "torchrun" and dist.is_torchelastic_launched() and shares

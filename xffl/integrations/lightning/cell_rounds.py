@@ -46,13 +46,14 @@ class CellRounds:
         options: Mapping[str, Any],
         resumed: WholeCheckpoint | None,
     ) -> None:
+        self.notes = notes
+        """What the cells of this job tell each other."""
         self.reports: list[RoundReport] = []
         """The reports of this process's rounds."""
         self.total_weight = 0.0
         """Sum of the weights that all cells had in all rounds before the newest step."""
         self._trainer = trainer
         self._state = state
-        self._notes = notes
         self._files = files
         self._checkpoints = checkpoints
         self._count = count
@@ -67,7 +68,7 @@ class CellRounds:
     def begin(self) -> None:
         """Begin with one model in all cells, or go on from a checkpoint that was loaded; collective over the job."""
         model = self._trainer.strategy.model
-        check_frozen(model, self._state, self._notes, seeding="call lightning.seed_everything")
+        check_frozen(model, self._state, self.notes, seeding="call lightning.seed_everything")
         for optimizer in self._trainer.optimizers:
             call_closure_first(optimizer)
             if not self._trainer.lightning_module.automatic_optimization:

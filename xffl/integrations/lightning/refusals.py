@@ -10,6 +10,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import CombinedLoader
 
+from xffl.aggregation.algorithms.every_steps import EverySteps, schedule_of
 from xffl.compat.lightning import saves_by_time
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.several_worlds.cell_notes import CellNotes
@@ -19,7 +20,7 @@ from xffl.training.data.loaders import CellLoader
 from xffl.training.data.sampler import CellOrder
 from xffl.training.data.streams import CellStream
 
-__all__ = ["check_data", "check_loggers", "check_saves", "check_trainer"]
+__all__ = ["check_data", "check_epochs", "check_loggers", "check_saves", "check_trainer"]
 
 _STRATEGIES = (DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy)
 _COUNTERS = ("epoch", "step", "global_step")
@@ -91,19 +92,52 @@ def check_saves(trainer: Any, state: DistributedState) -> None:
     """
     if state.isolated is None or state.cells == 1:
         return
-    saving = [
+    reasons = [_find_unlike(callback) for callback in _find_saving(trainer)]
+    if reasons and all(reasons):
+        raise ConfigError(
+            f"ModelCheckpoint({reasons[0]}) saves after unlike rounds in the cells, and after a kill no checkpoints of "
+            "all cells may go together; add ModelCheckpoint(every_n_train_steps=100), from which the cells continue"
+        )
+
+
+def check_epochs(trainer: Any, state: DistributedState, notes: CellNotes, every: Any) -> None:
+    """Refuse isolated cells that save at ends of epochs only, which come after unlike rounds in them.
+
+    Collective over the job. Rounds at ends of epochs, as by the schedule ``epochs``, are not refused.
+
+    :param trainer: The Trainer, whose loaders are there.
+    :param state: The state of this rank.
+    :param notes: What the cells tell each other.
+    :param every: What :class:`xffl.FederatedScaling` is given.
+    :raises ConfigError: if no callback saves between; on all ranks, and the text has the line to write.
+    """
+    if state.isolated is None or state.cells == 1:
+        return
+    batches = trainer.num_training_batches
+    # A stream does not tell its length, which is taken for another one in each cell.
+    length = f"cell {state.cell}'s stream" if batches == float("inf") else str(batches)
+    notes.write("epochs", f"{length} {trainer.accumulate_grad_batches}")
+    lengths = [text.rpartition(" ")[0] for text in notes.gather("epochs")]
+    saving = [callback for callback in _find_saving(trainer) if _find_unlike(callback) is None]
+    is_fixed = every is None or isinstance(schedule_of(every), EverySteps)
+    if len(set(notes.gather("epochs"))) > 1 and is_fixed and saving and all(one.every_n_epochs for one in saving):
+        raise ConfigError(
+            f"ModelCheckpoint saves at ends of epochs, which have {', '.join(lengths)} batches in the cells and so end "
+            "after unlike rounds, and after a kill no checkpoints of all cells may go together; add "
+            "ModelCheckpoint(every_n_train_steps=100), from which the cells continue, or make rounds at ends of epochs "
+            "with every={'name': 'epochs', ...}"
+        )
+
+
+def _find_saving(trainer: Any) -> list[callbacks.ModelCheckpoint]:
+    """Return the callbacks that save more than weights."""
+    return [
         callback
         for callback in trainer.checkpoint_callbacks
         if isinstance(callback, callbacks.ModelCheckpoint)
         and callback.save_top_k != 0
         and not callback.save_weights_only
     ]
-    reasons = [_find_unlike(callback) for callback in saving]
-    if reasons and all(reasons):
-        raise ConfigError(
-            f"ModelCheckpoint({reasons[0]}) saves after unlike rounds in the cells, and after a kill no checkpoints of "
-            "all cells may go together; add ModelCheckpoint(every_n_train_steps=100), from which the cells continue"
-        )
 
 
 def _find_unlike(callback: callbacks.ModelCheckpoint) -> str | None:

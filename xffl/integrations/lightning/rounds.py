@@ -25,7 +25,13 @@ from xffl.integrations.checkpoints import CellCheckpoints, WholeCheckpoint
 from xffl.integrations.lightning.cell_rounds import CellRounds
 from xffl.integrations.lightning.lightning_files import LightningFiles
 from xffl.integrations.lightning.places import folder_in
-from xffl.integrations.lightning.refusals import check_data, check_loggers, check_saves, check_trainer
+from xffl.integrations.lightning.refusals import (
+    check_data,
+    check_epochs,
+    check_loggers,
+    check_saves,
+    check_trainer,
+)
 from xffl.integrations.weights import find_count, label_names, shifts_labels
 
 __all__ = ["FederatedRounds"]
@@ -178,6 +184,7 @@ class FederatedRounds(Callback):  # type: ignore[misc]
             return
         if self._data == "split":
             check_data(trainer, self.state)
+        check_epochs(trainer, self.state, self._rounds.notes, self._options["every"])
         self._phase = Phase.UNDER_WAY
         self._rounds.begin()
 

@@ -63,8 +63,8 @@ class ConfiguredJob:
     @property
     def federated(self) -> Federation | None:
         """The cells that are asked for, before it is known how they fit: as far as they decide where ranks start."""
-        own = getattr(getattr(self.resolved.config, "distributed", None), "federated", None)
-        wishes = (self.asked, self.resolved.launch.federated, requested_federation()[0], own)
+        configured = getattr(getattr(self.resolved.config, "distributed", None), "federated", None)
+        wishes = (self.asked, self.resolved.launch.federated, requested_federation()[0], configured)
         return next((wish for wish in wishes if wish is not None), None)
 
     @property
@@ -126,10 +126,10 @@ class ConfiguredJob:
         round_before, start = (0, None) if asked.start_from is None else read_global(asked.start_from)
         if asked.measure_to is not None:
             try:
-                told = parse_json(read_text(Path(asked.measure_to), TEXT_FILE_LIMIT))
+                summary = parse_json(read_text(Path(asked.measure_to), TEXT_FILE_LIMIT))
             except (OSError, ValueError):
                 return None
-            is_same = isinstance(told, dict) and told.get("start") == start is not None
+            is_same = isinstance(summary, dict) and summary.get("start") == start is not None
             return f"{asked.measure_to} has the values of {asked.start_from} already" if is_same else None
         if asked.export_to is None or (asked.round is None and start is None):
             return None
@@ -188,15 +188,15 @@ def experiment_of(resolved: Any) -> Any:
 
 def configured_cells(resolved: Any) -> Federation | None:
     """Return the cells that a configuration of all of them has, or a rule that finds them."""
-    own: Federation | None = getattr(getattr(resolved.config, "distributed", None), "federated", None)
+    configured: Federation | None = getattr(getattr(resolved.config, "distributed", None), "federated", None)
     launched: Federation | None = resolved.launch.federated
-    return launched if own is None else own
+    return launched if configured is None else configured
 
 
 def _no_cells(resolved: Any) -> dict[str, Any]:
     """Return the settings by which the configuration of all cells is one of a single cell."""
-    own = getattr(getattr(resolved.config, "distributed", None), "federated", None)
-    return {"launch.federated": None, **({} if own is None else {"distributed.federated": None})}
+    configured = getattr(getattr(resolved.config, "distributed", None), "federated", None)
+    return {"launch.federated": None, **({} if configured is None else {"distributed.federated": None})}
 
 
 def _settings_over_files(asked: OverFiles) -> dict[str, Any]:
@@ -214,8 +214,8 @@ def _settings_over_files(asked: OverFiles) -> dict[str, Any]:
 def _settings_of_cell(asked: AskedCells, resolved: Any) -> dict[str, Any]:
     """Return the settings with which a job that was meant for all cells is one of them, with the ranks of that one."""
     settings, over_files = _no_cells(resolved), asked.over_files
-    own = getattr(getattr(resolved.config, "distributed", None), "federated", None)
-    federated = next((wish for wish in (asked.sizes, resolved.launch.federated, own) if wish is not None), None)
+    configured = getattr(getattr(resolved.config, "distributed", None), "federated", None)
+    federated = next((wish for wish in (asked.sizes, resolved.launch.federated, configured) if wish is not None), None)
     number, cells = (0, 1) if asked.lone is None else asked.lone
     if isinstance(cells, int) and isinstance(federated, int):
         cells = (federated,) * cells

@@ -14,8 +14,8 @@ def run_isolated(command: Sequence[str]) -> None:
 
     :param command: The words behind ``python``.
     """
-    from xffl.cluster.launch.failure import note_end
     from xffl.cluster.launch.runner import run_script
+    from xffl.distributed.failures.uncaught import note_end
     from xffl.distributed.startup.isolation import isolate
 
     with isolate():

@@ -59,18 +59,22 @@ class MonitoredMetric:
         ranks; ``None`` where none has.
         """
         newest = self.take()
-        own = torch.tensor([0.0, 0.0] if newest is None else [newest, 1.0], dtype=torch.float64, device=trainer.device)
-        total, count = trainer.world.all_reduce(own, "sum", "world").tolist()
+        local = torch.tensor(
+            [0.0, 0.0] if newest is None else [newest, 1.0], dtype=torch.float64, device=trainer.device
+        )
+        total, count = trainer.world.all_reduce(local, "sum", "world").tolist()
         return total / count if count else None
 
     def told_mean(self, report: ElasticRoundReport) -> float | None:
-        """Return the mean of what the cells of a round have told, each by its ranks; ``None`` where none has validated.
+        """Return the mean of what cells have measured, weighted by their ranks; ``None`` if none has validated.
 
         Local; the same on all ranks of all of these cells.
         """
         self.newest = None
-        told = [(one["metrics"].get(self.name), one["ranks"]) for one in report.told if "metrics" in one]
-        known = [(value, ranks) for value, ranks in told if value is not None]
+        values_of_cells = [
+            (message["metrics"].get(self.name), message["ranks"]) for message in report.told if "metrics" in message
+        ]
+        known = [(value, ranks) for value, ranks in values_of_cells if value is not None]
         return sum(value * ranks for value, ranks in known) / sum(ranks for _, ranks in known) if known else None
 
     def is_better(self, value: float) -> bool:
@@ -185,8 +189,8 @@ class EarlyStoppingCallback(Callback):
             self._decide(trainer, self.monitored.take_mean(trainer))
             return
         self._decide(trainer, self.monitored.told_mean(report))
-        told = zip(report.cells, report.told, strict=True)
-        asked = next(((cell, one["stopped"]) for cell, one in told if "stopped" in one), None)
+        messages = zip(report.cells, report.told, strict=True)
+        asked = next(((cell, message["stopped"]) for cell, message in messages if "stopped" in message), None)
         if asked is not None and self.reason is None:
             self._stop(trainer, "cell {} has stopped: {}".format(*asked))
 

@@ -109,8 +109,8 @@ class ThroughputCallback(Callback):
             torch.cuda.current_stream(trainer.device).synchronize()  # not that of a delayed round
         since, samples = self._start
         world = trainer.world
-        own = torch.tensor([self._clock.read() - since, self._tokens], dtype=torch.float64, device=trainer.device)
-        of_ranks = world.all_gather(own, "cell")
+        local = torch.tensor([self._clock.read() - since, self._tokens], dtype=torch.float64, device=trainer.device)
+        of_ranks = world.all_gather(local, "cell")
         seconds = of_ranks[:, 0].max().item()
         # Ranks that share their data have each counted it.
         tokens = of_ranks[:, 1].sum().item() * world.dp_size / len(of_ranks)
@@ -156,8 +156,8 @@ class MemoryCallback(Callback):
             return
         device, is_cuda = trainer.device, trainer.device.type == "cuda"
         peak = torch.cuda.max_memory_allocated(device) if is_cuda else 0
-        own = torch.tensor([resident_bytes("VmRSS"), peak], dtype=torch.int64, device=device)
-        resident, peak = trainer.world.all_reduce(own, "max", "cell").tolist()
+        local = torch.tensor([resident_bytes("VmRSS"), peak], dtype=torch.int64, device=device)
+        resident, peak = trainer.world.all_reduce(local, "max", "cell").tolist()
         if is_cuda:
             torch.cuda.reset_peak_memory_stats(device)
         trainer.log_metrics({"memory/resident_bytes": resident, **({"memory/device_bytes": peak} if is_cuda else {})})

@@ -208,9 +208,9 @@ class UpdateNormCallback(_StepCallback):
         if not self._is_due:
             return
         self._has_stepped = True
-        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for name, parameter in self._parameters.items():
-            if id(parameter) in own and name in self._before:
+            if id(parameter) in stepped and name in self._before:
                 self._changes[name] = self._before.pop(name).neg_().add_(local(parameter))
 
     def post_optimizer_step(self, trainer: BaseTrainer) -> None:
@@ -317,7 +317,7 @@ class DriftCallback(_StepCallback):
             self._keep_global(trainer)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if any(one is optimizer for one in enclosing_steps()):
+        if any(step is optimizer for step in enclosing_steps()):
             return  # super().step()
         self._steps += 1
         if self._every is None or self._steps >= self._every:
@@ -374,7 +374,9 @@ class DriftCallback(_StepCallback):
         }
 
     def _norm(self, trainer: BaseTrainer, values: Mapping[str, torch.Tensor]) -> float:
-        return norm_of(trainer.world, [spread_like(own, self._parameters[name]) for name, own in values.items()]).item()
+        return norm_of(
+            trainer.world, [spread_like(value, self._parameters[name]) for name, value in values.items()]
+        ).item()
 
 
 def _ratio(part: float, whole: float) -> float:

@@ -372,7 +372,7 @@ def _steps_of(trainer: BaseTrainer) -> int | None:
         steps = trainer.global_step + later * -(-batches // window)
         if trainer.current_epoch < training.epochs:
             steps += -(-_batches_left(trainer, batches) // window)
-    return min((one for one in (steps, training.max_steps, trainer.last_step) if one is not None), default=None)
+    return min((limit for limit in (steps, training.max_steps, trainer.last_step) if limit is not None), default=None)
 
 
 def _first_round_of(trainer: BaseTrainer) -> int | None:

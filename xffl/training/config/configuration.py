@@ -113,12 +113,12 @@ class Words(NamedTuple):
 
 def read_words(words: Sequence[str]) -> Words:
     """Take a command line apart: ``--key value``, ``--key=value``, ``--key+=value``, ``--config FILE`` and flags."""
-    found = Words([], [], set())
+    result = Words([], [], set())
     rest = list(words)
     while rest:
         word = rest.pop(0)
         if word in _FLAGS:
-            found.flags.add(_FLAGS[word])
+            result.flags.add(_FLAGS[word])
             continue
         name, is_pair, text = word[2:].partition("=")
         if not word.startswith("--") or not name.removesuffix("+"):
@@ -130,10 +130,10 @@ def read_words(words: Sequence[str]) -> Words:
                 raise ConfigError(f"--{name} on the command line has no value; write --{name} VALUE or --{name}=VALUE")
             text = rest.pop(0)
         if name == "config":
-            found.files.append(text)
+            result.files.append(text)
         else:
-            found.settings.append((name.removesuffix("+"), text, name.endswith("+")))
-    return found
+            result.settings.append((name.removesuffix("+"), text, name.endswith("+")))
+    return result
 
 
 def read_configuration(
@@ -231,12 +231,12 @@ def job_trainer(file: str, words: Sequence[str] = (), environ: Mapping[str, str]
 
     From now on modules are looked for in the file's folder before all other places.
     """
-    told = read_words(words)
-    files = ((f"file {one}", load_file(one)[0]) for one in (file, *told.files))
+    command = read_words(words)
+    files = ((f"file {source}", load_file(source)[0]) for source in (file, *command.files))
     given = [(data["trainer"], origin) for origin, data in files if "trainer" in data]
     if (variable := requested_settings(environ).get("XFFL_TRAINER")) is not None:
         given.append((variable, "environment XFFL_TRAINER"))
-    given += [(text, COMMAND_LINE) for key, text, _ in told.settings if key == "trainer"]
+    given += [(text, COMMAND_LINE) for key, text, _ in command.settings if key == "trainer"]
     if not given:
         raise ConfigError(f"file {file} names no trainer; write trainer: train.MyTrainer, the dotted path of its class")
     return _find_trainer(*given[-1], os.path.dirname(os.path.abspath(file)))
@@ -277,36 +277,40 @@ def _find_trainer(name: Any, origin: str, folder: str) -> type:
     if sys.path[:1] != [folder]:
         sys.path.insert(0, folder)
     try:
-        found = getattr(import_module(module), attribute, None)
+        trainer = getattr(import_module(module), attribute, None)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise  # the module is there, and misses another one
+            raise  # the module exists, and lacks another one
         near = closest(error.name, [file.stem for file in Path(folder).glob("*.py")])
         raise ConfigError(
             f"trainer {name} ({origin}): there is no module {error.name!r} in {folder}, nor installed; "
             + (f"did you mean {near}?" if near else f"put {error.name}.py beside the configuration")
         ) from error
-    if not isinstance(found, type) or not callable(getattr(found, "fit", None)):
-        what = "has no such name" if found is None else f"has {found!r} there"
-        names = [one for one, item in vars(import_module(module)).items() if callable(getattr(item, "fit", None))]
+    if not isinstance(trainer, type) or not callable(getattr(trainer, "fit", None)):
+        what = "has no such name" if trainer is None else f"has {trainer!r} there"
+        names = [
+            attribute_name
+            for attribute_name, item in vars(import_module(module)).items()
+            if callable(getattr(item, "fit", None))
+        ]
         near = closest(attribute, names)
         hint = f"did you mean {module}.{near}?" if near else "name a class with a method fit"
         raise ConfigError(f"trainer {name} ({origin}): module {module} {what}; {hint}")
-    return found
+    return trainer
 
 
 def config_class(trainer: type) -> type:
     """Return the dataclass that a trainer's annotation ``config`` names, of the first class in its order that says."""
-    for one in trainer.__mro__:
-        hint = inspect.get_annotations(one).get("config")
+    for base in trainer.__mro__:
+        hint = inspect.get_annotations(base).get("config")
         if hint is None:
             continue
-        names = {**vars(sys.modules[one.__module__]), one.__name__: one}
+        names = {**vars(sys.modules[base.__module__]), base.__name__: base}
         try:
             kind = typing.get_type_hints(SimpleNamespace(__annotations__={"config": hint}), globalns=names)["config"]
         except NameError as error:
             raise ConfigError(
-                f"annotation config: {hint} of {one.__qualname__} cannot be resolved: {error}; import it outside "
+                f"annotation config: {hint} of {base.__qualname__} cannot be resolved: {error}; import it outside "
                 "'if TYPE_CHECKING'"
             ) from error
         if isinstance(kind, type) and is_dataclass(kind):
@@ -340,10 +344,10 @@ def _annotated(plain: Mapping[str, Any], origins: Mapping[str, str], above: str)
             yield f"{indent}{name}:\n"
             yield from _annotated(value, origins, inside)
             continue
-        told = [origins.get(key, DEFAULT)]
-        told += [f"{part[len(inside) :]}: {origin}" for part, origin in origins.items() if part.startswith(inside)]
+        parts = [origins.get(key, DEFAULT)]
+        parts += [f"{part[len(inside) :]}: {origin}" for part, origin in origins.items() if part.startswith(inside)]
         first, *rest = write_yaml({name: value}).splitlines()
-        yield f"{indent}{first}  # {' '.join(', '.join(told).split())}\n"
+        yield f"{indent}{first}  # {' '.join(', '.join(parts).split())}\n"
         yield from (f"{indent}{line}\n" for line in rest)
 
 
@@ -396,7 +400,7 @@ def main(trainer: type, argv: Sequence[str] | None = None) -> Any:
 
     ``python train.py --config config.yaml --training.epochs 3`` trains in one process; ``xffl exec``, ``torchrun``,
     ``srun`` and ``mpirun`` start more. A mistake in the configuration, and one that does not fit the processes that
-    were started, is told in one line, with exit code 2. What training raises is passed on.
+    were started, is reported in one line, with exit code 2. What training raises is passed on.
 
     :param trainer: The trainer's class; its annotation ``config`` names the configuration's.
     :param argv: Words of the command line; ``None`` means this process's.
@@ -436,8 +440,8 @@ def choose_federation(
         """Return the value that beats the others, and where it comes from."""
         origin = resolved.origins.get(f"launch.{name}", DEFAULT)
         given = (getattr(resolved.launch, name), f"launch.{name} ({origin})")
-        told = (variable, f"XFFL_{name.upper()}")
-        order = (told, given) if origin.startswith("file ") else (given, told)
+        variables = (variable, f"XFFL_{name.upper()}")
+        order = (variables, given) if origin.startswith("file ") else (given, variables)
         chosen = ((option, f"--{name}"), *order)
         return next(((value, source) for value, source in chosen if value is not None), (None, ""))
 
@@ -471,12 +475,12 @@ def ask_for_cells(resolved: Resolved[Any], *, federated: Federation | None = Non
 
     ``federated`` and ``hsdp`` are options that beat the configuration.
     """
-    launch, found = resolved.launch, detect_environment()
-    if launch.processes not in (None, found.world_size):
+    launch, place = resolved.launch, detect_environment()
+    if launch.processes not in (None, place.world_size):
         origin = resolved.origins.get("launch.processes")
-        by = "there is" if found.launcher == "none" else f"{found.launcher} has started"
+        by = "there is" if place.launcher == "none" else f"{place.launcher} has started"
         raise ConfigError(
-            f"launch.processes is {launch.processes} ({origin}), but {by} {found.world_size}; "
-            f"start {launch.processes}, or give --launch.processes {found.world_size}"
+            f"launch.processes is {launch.processes} ({origin}), but {by} {place.world_size}; "
+            f"start {launch.processes}, or give --launch.processes {place.world_size}"
         )
-    request_federation(*choose_federation(resolved, found.world_size, federated=federated, hsdp=hsdp))
+    request_federation(*choose_federation(resolved, place.world_size, federated=federated, hsdp=hsdp))

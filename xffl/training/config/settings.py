@@ -1,10 +1,33 @@
 """Settings of files, the environment and a command line, merged key by key, and what is made of them.
 
-Files are read by the rules of YAML 1.2 (:mod:`xffl.yaml_text`). jsonargparse makes the objects that a dotted path or a
-``class_path`` names. It does not read plain values here (4.53 was tried), since it reads texts again, by the rules of
-YAML 1.1: ``epochs: '3'`` would be 3, ``epochs: 12:30`` 750, ``is_on: yes`` true, and ``extra: {version: '1'}`` would
-hold a number. ``set_loader`` does not change that, nor does ``parse_object``. Its errors have several lines, and no
-item, file or line.
+jsonargparse makes the objects that a dotted path or a ``class_path`` names. All else is read here, since jsonargparse
+(4.53 was tried) reads texts again, by the rules of YAML 1.1, which neither ``set_loader`` nor ``parse_object`` changes,
+and its errors have several lines and name no file, line or item. These are the cases; each row has a test in
+``tests/unit/test_settings_cases.py``, which fails when jsonargparse treats it as this module does.
+
+==============================  =========================================  =============================================
+case                            jsonargparse alone                         here
+==============================  =========================================  =============================================
+quoted numbers                  ``epochs: '3'`` is the number 3            an error: leave out the quotes
+quoted null                     ``note: 'null'`` is ``None``               the text ``null``
+texts inside mappings           ``{version: '1', answer: no}``: numbers    the texts that they are
+                                and booleans
+several types                   ``'3'`` for ``int | str`` is a number      a text
+times                           ``epochs: 12:30`` is 750                   an error: a text, no number
+octal numbers                   ``epochs: 010`` is 8                       10, as YAML 1.2 says
+yes and no                      ``is_on: yes`` is true                     an error: write true or false
+not a number                    ``.nan`` for a float is taken              an error, since it makes every result NaN
+keys given twice                the last one counts                        an error with its line
+misspelled keys                 an error without file and line             file, line, and the nearest key
+misspelled variables            ignored                                    an error with the nearest key
+values that follow from others  keep what followed from the default        follow the new value: ``output_dir`` of
+                                                                           an experiment's new name
+items of a list                 ``--words.0=x`` is an error                replaces the first item
+objects without a class         ``init_args`` alone make the base class    an error: ``class_path`` is missing
+misspelled arguments            an error of several lines                  one line, with the nearest argument
+origins                         not known                                  default, file, environment or command line of
+                                                                           each value
+==============================  =========================================  =============================================
 """
 
 from __future__ import annotations
@@ -149,7 +172,7 @@ def members(kind: Any) -> list[Any]:
     """Return the types of a union, else the type itself."""
     kind = plain_type(kind)
     if get_origin(kind) in (Union, types.UnionType):
-        return [one for member in get_args(kind) for one in members(member)]
+        return [inner for member in get_args(kind) for inner in members(member)]
     return [kind]
 
 
@@ -196,8 +219,8 @@ def _reason(error: Exception, value: Any, kind: Any) -> str:
     text = re.sub(r"^Parser key \"value\":\s*", "", " ".join(str(error).split()))
     unknown = re.search(r"class_path '(?:(.+?)\.)?([^.]+?)': Option '(.+?)' is not accepted", text)
     if unknown:
-        found = getattr(import_module(unknown[1]), unknown[2]) if unknown[1] else kind
-        names = [name for name in inspect.signature(found).parameters if name != "self"]
+        called = getattr(import_module(unknown[1]), unknown[2]) if unknown[1] else kind
+        names = [name for name in inspect.signature(called).parameters if name != "self"]
         near = closest(unknown[3], names)
         hint = f"did you mean {near}?" if near else f"there are: {', '.join(names) or 'none'}"
         return f"{unknown[2]} has no argument {unknown[3]}; {hint}"
@@ -228,7 +251,7 @@ def _instead_of(written: object) -> str | None:
 def _subclasses(kind: type) -> set[str]:
     """Return the names of all classes below one that are imported."""
     below: list[type] = type.__subclasses__(kind)
-    return {one.__name__ for one in below}.union(*map(_subclasses, below))
+    return {subclass.__name__ for subclass in below}.union(*map(_subclasses, below))
 
 
 # Keys -----------------------------------------------------------------------------------------------------------------
@@ -265,10 +288,10 @@ def keys_of(kind: type) -> dict[str, Key]:
             "'if TYPE_CHECKING'"
         ) from error
     docs = {}
-    for one in reversed(kind.__mro__):
-        for name, text in _PARAM.findall(inspect.cleandoc(one.__dict__.get("__doc__") or "")):
+    for base in reversed(kind.__mro__):
+        for name, text in _PARAM.findall(inspect.cleandoc(base.__dict__.get("__doc__") or "")):
             docs[name] = _ROLE.sub(r"\1", " ".join(text.split())).replace("``", "")
-    found = {}
+    by_name = {}
     for item in (item for item in dataclasses.fields(kind) if item.init):
         factory = None if item.default_factory is MISSING else item.default_factory
         if item.default is not MISSING:
@@ -277,8 +300,8 @@ def keys_of(kind: type) -> dict[str, Key]:
         section = kinds[0] if len(kinds) == 1 and isinstance(kinds[0], type) and is_dataclass(kinds[0]) else None
         if section is not None and factory is not None and (default := factory()) is not None:
             section = type(default)  # maybe a class below the annotation, with more keys
-        found[item.name] = Key(hints[item.name], docs.get(item.name, ""), factory, section)
-    return found
+        by_name[item.name] = Key(hints[item.name], docs.get(item.name, ""), factory, section)
+    return by_name
 
 
 def walk(
@@ -294,10 +317,10 @@ def walk(
 
 def _nearest(keys: Mapping[str, Key], path: Path) -> str | None:
     """Return the key nearest to an unknown one: by the last name in its section or in any, else as a whole."""
-    known = [one for one, _, _ in walk(keys)]
-    for near in ([one for one in known if one[:-1] == path[:-1]], known):
-        if word := closest(path[-1], [one[-1] for one in near]):
-            return ".".join(next(one for one in near if one[-1] == word))
+    known = [known_path for known_path, _, _ in walk(keys)]
+    for near in ([known_path for known_path in known if known_path[:-1] == path[:-1]], known):
+        if word := closest(path[-1], [known_path[-1] for known_path in near]):
+            return ".".join(next(known_path for known_path in near if known_path[-1] == word))
     return closest(".".join(path), map(".".join, known))
 
 
@@ -399,7 +422,7 @@ class Settings:
             raise ConfigError(f"{name} {place} is {value!r}, but it is a section; give some of its keys: {keys}")
 
     def _holder(self, path: Path) -> dict[str, Any]:
-        """Return the mapping that holds a key; a section that was left out is there from now on."""
+        """Return the mapping that holds a key; a section that was left out exists from now on."""
         holder = self.tree
         for at, name in enumerate(path[:-1]):
             if holder.get(name) is None:
@@ -414,7 +437,9 @@ class Settings:
         if part and path in self.sources:
             self.sources[(*path, *part)] = source
         else:
-            self.sources = {one: known for one, known in self.sources.items() if one[: len(path)] != path}
+            self.sources = {
+                set_path: known for set_path, known in self.sources.items() if set_path[: len(path)] != path
+            }
             self.sources[path] = source
 
     def _find(self, path: Path, source: Source) -> tuple[Path, Key, Path]:
@@ -458,11 +483,15 @@ class Settings:
         # Values of other types than these are named by texts, so that a number is a text, too: 0.1 of a Decimal.
         literal = (Any, Literal, *PLAIN, *LISTS, *MAPPINGS, *SETS)
         is_mapping = isinstance(value, Mapping)
-        plain = [one for one in choices if is_mapping or (get_origin(one) or one) in literal or is_dataclass(one)]
+        plain = [
+            choice_kind
+            for choice_kind in choices
+            if is_mapping or (get_origin(choice_kind) or choice_kind) in literal or is_dataclass(choice_kind)
+        ]
         for read, kinds in ((value, plain), (text, choices)):
-            for one in kinds:
+            for choice_kind in kinds:
                 try:
-                    self._convert(read, one, path)
+                    self._convert(read, choice_kind, path)
                 except ConfigError:
                     continue
                 return read
@@ -471,7 +500,7 @@ class Settings:
     # What comes of it -------------------------------------------------------------------------------------------------
 
     def build(self, kind: type, path: Path, values: Mapping[str, Any], default: Any = None) -> Any:
-        """Make the dataclass of a section; ``default`` is the instance that is there where nothing is given."""
+        """Make the dataclass of a section; ``default`` is the instance that counts if nothing is given."""
         arguments = {} if default is None else _arguments(default)
         for name, key in keys_of(kind).items():
             here = (*path, name)
@@ -490,11 +519,11 @@ class Settings:
             return kind(**arguments)
         except (ConfigError, TypeError, ValueError) as error:
             text, section = str(error), ".".join(path)
-            told = text if not section or text.startswith(f"{section}.") else f"{section}: {text}"
-            given = {one[-1]: source.origin for one, source in self.sources.items() if one[:-1] == path}
+            named_text = text if not section or text.startswith(f"{section}.") else f"{section}: {text}"
+            given = {set_path[-1]: source.origin for set_path, source in self.sources.items() if set_path[:-1] == path}
             named = [name for name in given if re.search(rf"\b{re.escape(name)}\b", text)]
             origins = ", ".join(f"{'.'.join((*path, name))}: {given[name]}" for name in named)
-            raise ConfigError(f"{told} ({origins})" if origins else told) from error
+            raise ConfigError(f"{named_text} ({origins})" if origins else named_text) from error
 
     def _convert(self, value: Any, kind: Any, path: Path) -> Any:
         """Return a value as YAML holds it in the type that an annotation asks for; nothing is guessed.
@@ -540,9 +569,9 @@ class Settings:
     def _convert_union(self, value: Any, kind: Any, path: Path) -> Any:
         """Return a value in the first type of several that it fits, its own before all."""
         errors: list[ConfigError] = []
-        for one in sorted(members(kind), key=lambda one: one is not type(value)):
+        for member in sorted(members(kind), key=lambda member: member is not type(value)):
             try:
-                return self._convert(value, one, path)
+                return self._convert(value, member, path)
             except ConfigError as error:
                 errors.append(error)
         # What is wrong deep inside tells more than that the other types do not fit at all.
@@ -573,20 +602,24 @@ class Settings:
 
     def origins(self, config: Any, path: Path = ()) -> dict[str, str]:
         """Return the origin of each value of a section, and of parts that come from elsewhere, by dotted key."""
-        found: dict[str, str] = {}
+        by_key: dict[str, str] = {}
         kind: type = type(config)
         for name, key in keys_of(kind).items():
             here, value = (*path, name), getattr(config, name)
             if key.section is not None and is_dataclass(value):
-                found |= self.origins(value, here)
+                by_key |= self.origins(value, here)
                 continue
-            found[".".join(here)] = DEFAULT
-            found |= {".".join(one): source.origin for one, source in self.sources.items() if one[: len(here)] == here}
-        return found
+            by_key[".".join(here)] = DEFAULT
+            by_key |= {
+                ".".join(set_path): source.origin
+                for set_path, source in self.sources.items()
+                if set_path[: len(here)] == here
+            }
+        return by_key
 
     def _source(self, path: Path) -> Source:
         """Return where a value comes from, or the part of it that was set last."""
-        below = [source for one, source in self.sources.items() if one[: len(path)] == path]
+        below = [source for set_path, source in self.sources.items() if set_path[: len(path)] == path]
         above = (self.sources[path[:n]] for n in range(len(path), 0, -1) if path[:n] in self.sources)
         return below[-1] if below else next(above, Source(DEFAULT))
 
@@ -604,7 +637,7 @@ def _hint(value: Any, kinds: Sequence[Any]) -> str:
             return "write true or false"
         if str not in kinds and type(_read(value)) in kinds:
             return "leave out the quotes"
-        literals = [str(one) for kind in kinds if get_origin(kind) is Literal for one in get_args(kind)]
+        literals = [str(literal) for kind in kinds if get_origin(kind) is Literal for literal in get_args(kind)]
         enums = [name for kind in kinds for name in getattr(kind, "__members__", ())]
         if near := closest(value, [*literals, *enums]):
             return f"did you mean {near!r}?"
@@ -657,7 +690,7 @@ def _arguments(instance: Any) -> dict[str, Any]:
 
     A name of a folder that follows from the name of a run must follow the new name where that is changed.
     """
-    values = {one.name: getattr(instance, one.name) for one in dataclasses.fields(instance) if one.init}
+    values = {item.name: getattr(instance, item.name) for item in dataclasses.fields(instance) if item.init}
     for name in list(values):
         fewer = {key: value for key, value in values.items() if key != name}
         try:

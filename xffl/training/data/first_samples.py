@@ -215,33 +215,33 @@ class Meeting:
         Called on the last rank of a cell to come.
         """
         records = {rank: json.loads(store.get(f"{prefix}/{rank}").decode()) for rank in self._ranks(self._cell)}
-        told = {rank: FirstSamples.from_json(values) for rank, (_, _, values) in records.items()}
+        samples = {rank: FirstSamples.from_json(values) for rank, (_, _, values) in records.items()}
         if len(self._cells) == 1:
-            return difference(told, self._what, self._advice), [prefix]
+            return difference(samples, self._what, self._advice), [prefix]
         # Where ranks of the cell are unlike, all cells take what their first rank says.
         number, length, _ = records[self._ranks(self._cell)[0]]
         at = self._table(length, number)
-        own = {rank: values for rank, (_, _, values) in records.items()}
-        store.set(f"{at}/{self._cell}", json.dumps([prefix, own]))
+        of_ranks = {rank: values for rank, (_, _, values) in records.items()}
+        store.set(f"{at}/{self._cell}", json.dumps([prefix, of_ranks]))
         near = [] if length is None else [length - 1, length + 1]
         tables = [at, *(self._table(one, number) for one in near if self._name(one) not in self._made)]
         wait_s = min(ACROSS_S, self._timeout_s / 10, PATIENCE_S)
         deadline = time.monotonic() + wait_s
         # That others do not come is nothing unusual, but torch prints lines where a wait at the store runs out.
-        while len(found := self._find_others(store, tables)) < len(self._cells) - 1:
+        while len(arrived := self._find_others(store, tables)) < len(self._cells) - 1:
             if time.monotonic() >= deadline:
                 store.set(f"{at}/{self._cell}/goes_on", "")
-                found = self._find_others(store, tables)  # who comes from now on sees that this cell has gone on
+                arrived = self._find_others(store, tables)  # who comes from now on sees that this cell has gone on
                 break
             time.sleep(ASKS_EVERY_S)
         judged, late = [prefix], []
-        for cell, key in found.items():
+        for cell, key in arrived.items():
             theirs, values = json.loads(store.get(key).decode())
-            told.update((int(rank), FirstSamples.from_json(one)) for rank, one in values.items())
+            samples.update((int(rank), FirstSamples.from_json(one)) for rank, one in values.items())
             judged.append(theirs)
             if store.check([f"{key}/goes_on"]):
                 late.append(cell)
-        text = difference(dict(sorted(told.items())), self._what, self._advice)
+        text = difference(dict(sorted(samples.items())), self._what, self._advice)
         if text and late:
             cells = ranks_text(late).replace("rank", "cell")
             text += (
@@ -252,30 +252,30 @@ class Meeting:
 
     def _find_others(self, store: Store, tables: Sequence[str]) -> dict[int, str]:
         """Return where other cells have left what they have read, as far as they have."""
-        found: dict[int, str] = {}
+        others: dict[int, str] = {}
         for cell in self._cells:
             keys = [f"{table}/{cell}" for table in tables if cell != self._cell]
             key = next((key for key in keys if store.check([key])), None)
             if key is not None:
-                found[cell] = key
-        return found
+                others[cell] = key
+        return others
 
     def _table(self, length: int | None, number: int) -> str:
         return f"xffl_first/{_hashed(f'{self._name(length)} {number}')}"
 
 
-def difference(told: Mapping[int, FirstSamples], what: str, advice: str) -> str:
+def difference(of_ranks: Mapping[int, FirstSamples], what: str, advice: str) -> str:
     """Return the text that says how ranks have read unlike samples; empty where they have not."""
-    failed = group((one.error, rank) for rank, one in told.items() if one.error is not None)
+    failed = group((samples.error, rank) for rank, samples in of_ranks.items() if samples.error is not None)
     if failed:
         texts = [f"{ranks_text(ranks)}: {error}" for error, ranks in list(failed.items())[:4]]
         return f"not all ranks could read their first samples of {what}: {'; '.join(texts)}"
-    for at in dict.fromkeys(one.at for one in told.values()):
-        here = {rank: one for rank, one in told.items() if one.at == at}
-        by_layout = group((one.layout, rank) for rank, one in here.items())
+    for at in dict.fromkeys(samples.at for samples in of_ranks.values()):
+        here = {rank: samples for rank, samples in of_ranks.items() if samples.at == at}
+        by_layout = group((samples.layout, rank) for rank, samples in here.items())
         if len(by_layout) > 1:
             texts = [f"{layout} on {ranks_text(ranks)}" for layout, ranks in list(by_layout.items())[:4]]
-        elif any(one.is_random for one in here.values()):
+        elif any(samples.is_random for samples in here.values()):
             continue
         else:
             texts = _unlike(here)
@@ -284,20 +284,20 @@ def difference(told: Mapping[int, FirstSamples], what: str, advice: str) -> str:
     return ""
 
 
-def _unlike(told: Mapping[int, FirstSamples]) -> list[str]:
+def _unlike(samples: Mapping[int, FirstSamples]) -> list[str]:
     """Return what ranks have at the first place where not all have the same sample; empty where there is none."""
-    for index in range(max(len(one.digests) for one in told.values())):
+    for index in range(max(len(one.digests) for one in samples.values())):
         groups: list[list[int]] = []
-        for rank, one in told.items():
+        for rank, one in samples.items():
             # Not by a rounded value: two that are near each other may lie on both sides of an edge.
-            alike = next((ranks for ranks in groups if told[ranks[0]].has(index, one)), None)
+            alike = next((ranks for ranks in groups if samples[ranks[0]].has(index, one)), None)
             if alike is None:
                 groups.append([rank])
             else:
                 alike.append(rank)
         if len(groups) == 1:
             continue
-        firsts = [told[ranks[0]] for ranks in groups]
+        firsts = [samples[ranks[0]] for ranks in groups]
         shown = [one.shown[index] if index < len(one.shown) else "no sample" for one in firsts]
         if len(set(shown)) < len(shown):
             shown = [
@@ -371,16 +371,16 @@ class _Digest:
             self._add_array(np.asarray(value), depth)
         elif isinstance(value, Mapping):
             # Names in underscores tell where a sample was read (webdataset's __url__), which may differ between nodes.
-            kept = {repr(key): one for key, one in value.items() if not str(key).startswith("__")}
+            kept = {repr(key): item for key, item in value.items() if not str(key).startswith("__")}
             for key in sorted(kept):
                 self._hashed.update(key.encode(errors="surrogatepass"))
                 self._add(kept[key], depth - 1)
         elif isinstance(value, Sequence):
             self._add_all(value, depth)
         elif isinstance(value, set | frozenset):
-            floats = sorted(one for one in value if isinstance(one, float)) if self._are_floats_apart else []
+            floats = sorted(item for item in value if isinstance(item, float)) if self._are_floats_apart else []
             self._add_all(floats, depth)
-            others = (digest_of(one) for one in value if not (self._are_floats_apart and isinstance(one, float)))
+            others = (digest_of(item) for item in value if not (self._are_floats_apart and isinstance(item, float)))
             self._hashed.update("".join(sorted(others)).encode())
         elif is_dataclass(value):
             for field in fields(value):
@@ -393,8 +393,8 @@ class _Digest:
 
     def _add_all(self, values: Sequence[Any], depth: int) -> None:
         self._hashed.update(f"{len(values)}".encode())
-        for one in values:
-            self._add(one, depth - 1)
+        for item in values:
+            self._add(item, depth - 1)
 
     def _add_tensor(self, value: torch.Tensor) -> None:
         self._hashed.update(f"{value.dtype} {tuple(value.shape)}".encode())
@@ -410,8 +410,8 @@ class _Digest:
     def _add_array(self, value: np.ndarray[Any, Any], depth: int) -> None:
         self._hashed.update(f"{value.dtype} {value.shape}".encode())
         if value.dtype.hasobject:
-            for one in value.reshape(-1).tolist():
-                self._add(one, depth - 1)
+            for item in value.reshape(-1).tolist():
+                self._add(item, depth - 1)
         elif self._are_floats_apart and value.dtype.kind in "fc":
             self._add_floats(value, float(np.finfo(value.dtype).eps))
         else:

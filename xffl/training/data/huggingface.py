@@ -49,20 +49,20 @@ def open_dataset(
     """
     with optional_import("hf", "data of Hugging Face needs datasets"):
         import datasets  # type: ignore[import-untyped, unused-ignore]
-    files = [Path(path)] if isinstance(path, str | os.PathLike) else [Path(one) for one in path]
+    files = [Path(path)] if isinstance(path, str | os.PathLike) else [Path(name) for name in path]
     missing = [str(file) for file in files if not file.exists()]
     if missing or not files:
         raise ConfigError(f"there is no data at {missing}; give a folder of save_to_disk, or files")
     if len(files) == 1 and files[0].is_dir():
-        found = _read_folder(datasets, files[0], split)
+        loaded = _read_folder(datasets, files[0], split)
     else:
-        found = _read_files(datasets, files, split, cache)
+        loaded = _read_files(datasets, files, split, cache)
     if columns is not None:
-        unknown = sorted(set(columns) - set(found.column_names))
+        unknown = sorted(set(columns) - set(loaded.column_names))
         if unknown:
-            raise ConfigError(f"there are no columns {unknown}; choose of {found.column_names}")
-        found = found.select_columns(list(columns))
-    return found.with_format(form)
+            raise ConfigError(f"there are no columns {unknown}; choose of {loaded.column_names}")
+        loaded = loaded.select_columns(list(columns))
+    return loaded.with_format(form)
 
 
 def encoded_column(dataset: Any, tokenizer: Any, *, column: str = "text") -> Iterator[Tokens]:
@@ -103,10 +103,10 @@ def token_dataset(
     :return: The blocks; ``form="causal_lm"`` makes them what Hugging Face models take.
     :raises ConfigError: if there is no such column, no text, or an argument is invalid.
     """
-    found = tokenizer if hasattr(tokenizer, "convert_tokens_to_ids") else find_tokenizer(tokenizer)
+    known = tokenizer if hasattr(tokenizer, "convert_tokens_to_ids") else find_tokenizer(tokenizer)
     end = options.get("end")
-    size = options.get("vocabulary_size") or vocabulary_size_of(found)
-    texts = encoded_column(dataset, found, column=column)
+    size = options.get("vocabulary_size") or vocabulary_size_of(known)
+    texts = encoded_column(dataset, known, column=column)
     if path is None:
         parts = [ids if end is None else np.append(ids, end) for ids in texts]
         tokens = np.concatenate([np.empty(0, dtype=np.int64), *parts])
@@ -125,18 +125,18 @@ def _text_of(value: object, column: str) -> str:
 
 def _read_folder(datasets: Any, folder: Path, split: str | None) -> Any:
     try:
-        found = datasets.load_from_disk(str(folder))
+        dataset = datasets.load_from_disk(str(folder))
     except FileNotFoundError as error:
         raise ConfigError(
             f"{str(folder)!r} was not written by save_to_disk; give a folder that was, or files"
         ) from error
-    if not hasattr(found, "keys"):
+    if not hasattr(dataset, "keys"):
         if split is not None:
             raise ConfigError(f"{str(folder)!r} has no splits; leave split={split!r} out")
-        return found
-    if split not in found:
-        raise ConfigError(f"{str(folder)!r} has the splits {sorted(found)}, not {split!r}; choose one with split=")
-    return found[split]
+        return dataset
+    if split not in dataset:
+        raise ConfigError(f"{str(folder)!r} has the splits {sorted(dataset)}, not {split!r}; choose one with split=")
+    return dataset[split]
 
 
 def _read_files(datasets: Any, files: list[Path], split: str | None, cache: str | os.PathLike[str] | None) -> Any:

@@ -633,15 +633,15 @@ class _Batches(Dataset[Any]):
 
     def _probed(self, probe: Probe) -> FirstSamples:
         """Read some samples several times, with the global generators seeded alike on all ranks."""
-        found: FirstSamples | None = None
+        first: FirstSamples | None = None
         for _ in range(READS if self._is_random else 1):
             with self._probing.of():
                 again = FirstSamples.of(self._read(list(probe.indices)), (0, 0))
-            if found is not None and found.bits != again.bits:
+            if first is not None and first.bits != again.bits:
                 return FirstSamples(is_random=True)  # by a generator of its own
-            found = again
-        assert found is not None, "samples are read at least once"
-        return found
+            first = again
+        assert first is not None, "samples are read at least once"
+        return first
 
 
 def tensor_rows(dataset: Any) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None] | None:
@@ -656,7 +656,7 @@ def tensor_rows(dataset: Any) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | 
             return None
         places = inner if places is None else inner[places]
         dataset = dataset.dataset
-    if type(dataset) is not TensorDataset or any(one.layout != torch.strided for one in dataset.tensors):
+    if type(dataset) is not TensorDataset or any(tensor.layout != torch.strided for tensor in dataset.tensors):
         return None
     return dataset.tensors, places
 

@@ -158,15 +158,15 @@ class Partition:
             with open_regular(Path(path)) as held, np.load(held, allow_pickle=False) as file:
                 ends = np.cumsum(file["sizes"])[:-1]
                 parts = tuple(np.split(file["indices"], ends))
-                found = cls(parts, int(file["samples"]), str(file["method"]))
+                loaded = cls(parts, int(file["samples"]), str(file["method"]))
                 digest = str(file["digest"])
         except _READ_ERRORS as error:
             raise CheckpointError(f"{str(path)!r} is not a partition file ({error}); make and save it again") from error
-        if found.digest != digest:
+        if loaded.digest != digest:
             raise CheckpointError(
                 f"the partition in {str(path)!r} differs from the one that was saved (its digest); make it again"
             )
-        return found
+        return loaded
 
 
 def iid(
@@ -256,11 +256,11 @@ def dirichlet(
     offsets = draws.uniform(classes)
     owners = np.empty(len(codes), dtype=np.int64)
     members = np.split(_by_class(codes, seed), np.cumsum(np.bincount(codes, minlength=classes))[:-1])
-    for drawn, offset, found in zip(edges, offsets, members, strict=False):
+    for drawn, offset, of_class in zip(edges, offsets, members, strict=False):
         # A random offset rounds each cell up as often as its fraction says: small classes do not all go to cell 0.
-        ends = np.minimum(np.floor(drawn * len(found) + offset), len(found)).astype(np.int64)
-        ends[-1] = len(found)
-        owners[found] = np.repeat(np.arange(cells), np.diff(ends, prepend=0))
+        ends = np.minimum(np.floor(drawn * len(of_class) + offset), len(of_class)).astype(np.int64)
+        ends[-1] = len(of_class)
+        owners[of_class] = np.repeat(np.arange(cells), np.diff(ends, prepend=0))
     _repair(owners, cells, minimum, seed)
     return _of_owners(owners, cells, _call("dirichlet", cells, seed, minimum, alpha=alpha, shares=shares))
 

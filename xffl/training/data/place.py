@@ -97,7 +97,7 @@ def takes_state(call: Callable[Parameters, Result]) -> Callable[Parameters, Resu
     @wraps(call)
     def checked(*args: Parameters.args, **options: Parameters.kwargs) -> Result:
         given = (*args, *options.values())
-        if any(isinstance(one, Topology) for one in given) or {"topology", "rank"} & options.keys():
+        if any(isinstance(argument, Topology) for argument in given) or {"topology", "rank"} & options.keys():
             name = type(args[0]).__name__ if is_method else call.__name__
             kept = [
                 f"{key}={value!r}" if isinstance(value, SHOWN) else f"{key}=..."

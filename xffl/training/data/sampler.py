@@ -238,9 +238,9 @@ class CellOrder(Sampler[Drawn]):
 
     def _meetings_of(self, part: Partition | npt.ArrayLike, state: Placed | DataPlace) -> list[tuple[Meeting, str]]:
         """Return who must draw from the same samples in the same way, and what they compare before they first draw."""
-        own = ", ".join(f"{name} {str(value)[:12]}" for name, value in self._identity().items())
-        layout = f"{len(self._indices)} samples ({own})"
-        found = [(Meeting(state, type(self).__name__, over_cells=False, advice=ADVICE_CELL), layout)]
+        layout_text = ", ".join(f"{name} {str(value)[:12]}" for name, value in self._identity().items())
+        layout = f"{len(self._indices)} samples ({layout_text})"
+        meetings = [(Meeting(state, type(self).__name__, over_cells=False, advice=ADVICE_CELL), layout)]
         if isinstance(part, Partition):
             parts = f"a partition of {part.samples} samples with digest {part.digest[:12]}"
             meeting = Meeting(
@@ -252,8 +252,8 @@ class CellOrder(Sampler[Drawn]):
                 kind=f"{type(self).__name__} {self.batch_size}",
                 length=part.samples,
             )
-            found.append((meeting, parts))
-        return [(meeting, text) for meeting, text in found if meeting.is_needed]
+            meetings.append((meeting, parts))
+        return [(meeting, text) for meeting, text in meetings if meeting.is_needed]
 
     def _share(self, step: int) -> tuple[int, int]:
         """Return where this rank's samples of a step start and stop in the order."""
@@ -359,7 +359,7 @@ def _indices_of(part: Partition | npt.ArrayLike, cells: int, cell: int) -> Indic
                 "counts cells that are jobs of their own, too"
             )
         if empty := [number for number, mine in enumerate(part.parts) if not len(mine)]:
-            # Told by all cells: the others would wait for these at the next round.
+            # Raised by all cells: the others would wait for these at the next round.
             raise ConfigError(f"cell {empty[0]} has no samples to draw; give it some (minimum= in the partition)")
         indices = part.parts[cell]
     else:

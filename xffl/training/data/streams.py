@@ -174,7 +174,7 @@ class CellStream(Iterable[Any]):
             workers=workers,
             pin_memory=pin_memory,
             prefetch_factor=prefetch_factor,
-            is_persistent=False,  # a worker that lives on would not learn where to begin
+            is_persistent=False,  # a worker that is kept would not learn where to begin
             start_method=start_method,
         )
         """Torch's loader, of batches with the numbers that belong to them."""

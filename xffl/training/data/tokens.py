@@ -100,10 +100,10 @@ class CharacterTokenizer:
         :param texts: One or several.
         :return: The tokenizer.
         """
-        found: set[str] = set()
+        distinct: set[str] = set()
         for text in [texts] if isinstance(texts, str) else texts:
-            found.update(text)
-        return cls("".join(sorted(found)))
+            distinct.update(text)
+        return cls("".join(sorted(distinct)))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> CharacterTokenizer:
@@ -154,7 +154,7 @@ def _of_function(encode: Callable[[str], Any], vocabulary_size: int | None = Non
     """Return a function as a tokenizer."""
     # Objects of the tokenizers library hold their numbers as ids.
     return SimpleNamespace(
-        encode=lambda text: getattr(found := encode(text), "ids", found), vocabulary_size=vocabulary_size
+        encode=lambda text: getattr(encoded := encode(text), "ids", encoded), vocabulary_size=vocabulary_size
     )
 
 
@@ -255,10 +255,10 @@ class TokenDataset(Dataset[Any]):
         :raises ConfigError: if there is no such file, or an argument is invalid.
         """
         texts = [_read_text(path) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
-        found = find_tokenizer(tokenizer, texts)
+        known = find_tokenizer(tokenizer, texts)
         end = None if options.get("end") is None else integer("end", options["end"], 0)
-        parts = [np.append(ids, end) if end is not None else ids for ids in encoded(texts, found)]
-        options.setdefault("vocabulary_size", vocabulary_size_of(found))
+        parts = [np.append(ids, end) if end is not None else ids for ids in encoded(texts, known)]
+        options.setdefault("vocabulary_size", vocabulary_size_of(known))
         return cls(np.concatenate(parts) if parts else np.empty(0, dtype=np.int64), **options)
 
     def split(self, first: float) -> tuple[TokenDataset, TokenDataset]:
@@ -444,8 +444,8 @@ def _checked(tokens: Tokens) -> Tokens:
 
 def _places_of(tokens: Tokens, wanted: int) -> Indices:
     """Return where a token is, reading a bounded number of tokens at once."""
-    found = [np.flatnonzero(tokens[start : start + CHUNK] == wanted) + start for start in range(0, len(tokens), CHUNK)]
-    return np.concatenate([np.empty(0, dtype=np.int64), *found]).astype(np.int64)
+    places = [np.flatnonzero(tokens[start : start + CHUNK] == wanted) + start for start in range(0, len(tokens), CHUNK)]
+    return np.concatenate([np.empty(0, dtype=np.int64), *places]).astype(np.int64)
 
 
 def _write_header(file: Any, dtype: np.dtype[Any], count: int) -> None:

@@ -71,6 +71,8 @@ class TrainerMixin:
     """The loader of the validation batches; ``None`` where there is none"""
     stopped_cells: str | None = None
     """In an elastic run, why this cell asks all others to stop"""
+    begins_anew: bool = False
+    """In an elastic run, whether this cell came back with other ranks: what these keep for themselves begins anew"""
     are_models_spread: bool = False
     """Whether the models have the weights and the form in which they are trained"""
 
@@ -170,7 +172,7 @@ class TrainerMixin:
 
     @property
     def place_step(self) -> int:
-        """The step after which the last round has left this cell, in the life of its job before this one."""
+        """The step after which the last round left this cell, in the previous start of its job."""
         return 0
 
     @property

@@ -47,7 +47,7 @@ def _is_first_rank() -> bool:
     row = find_launcher(os.environ)
     try:
         return row is None or int(row.read(os.environ)["rank"]) == 0
-    except XfflError:  # told where the process group is made
+    except XfflError:  # reported where the process group is made
         return True
 
 
@@ -183,7 +183,9 @@ class FederationConfig:
     @property
     def plan(self) -> RoundPlan:
         """What ``xffl aggregate`` is to make of exports."""
-        return RoundPlan(self.algorithm, {name: one for name, one in self.aggregator.items() if name != "policies"})
+        return RoundPlan(
+            self.algorithm, {name: option for name, option in self.aggregator.items() if name != "policies"}
+        )
 
 
 @dataclass(kw_only=True)
@@ -212,7 +214,7 @@ class FederatedMixin(ValidationMixin):
     _untold: Mapping[str, float] | None = None
     """What this cell has measured since the last round, in an elastic run"""
     _validations: int = 0
-    """In this life of the cell: the number of what is told"""
+    """The number of what was reported since this start of the cell"""
 
     def configure(self) -> None:
         """Take the place of one of several cells, where this job is one."""
@@ -248,7 +250,7 @@ class FederatedMixin(ValidationMixin):
     def lone_cell(self) -> tuple[int, tuple[int, ...]] | None:
         """Return which cell this job is, and the ranks of all cells, as ``federation.cell`` says.
 
-        A cell of an elastic federation is told so by its environment.
+        A cell of an elastic federation knows that from its environment.
         """
         asked = self.section("federation", FederationConfig).cell
         if self.state.elastic is not None:
@@ -425,19 +427,19 @@ class FederatedMixin(ValidationMixin):
         return self._scaling
 
     def perform_validation_epoch(self, over: str = "cell") -> dict[str, float]:
-        """Measure the models on the validation data, and keep what the other cells of an elastic run are told of it."""
+        """Measure the models on the validation data, and keep what the other cells of an elastic run hear of it."""
         self._untold = metrics = super().perform_validation_epoch(over)
         self._validations += 1
         return metrics
 
     def _tell_cells(self) -> dict[str, Any]:
         """Return what this cell tells the others of an elastic run at each round."""
-        told: dict[str, Any] = {"ranks": self.world.world_size}
+        message: dict[str, Any] = {"ranks": self.world.world_size}
         if self._untold is not None:
-            told |= {"metrics": dict(self._untold), "validation": self._validations}
+            message |= {"metrics": dict(self._untold), "validation": self._validations}
         if self.stopped_cells is not None:
-            told["stopped"] = self.stopped_cells
-        return told
+            message["stopped"] = self.stopped_cells
+        return message
 
     _rounds_before: int = 0
     """Rounds before those that the aggregator has counted: those before a start that has left its state out"""
@@ -478,8 +480,8 @@ class FederatedMixin(ValidationMixin):
             report = replace(report, round=report.round + self._rounds_before)
         lone = self.lone_cell()
         if isinstance(report, ElasticRoundReport) and lone is not None:
-            own = report.told[report.cells.index(lone[0])]
-            if own.get("validation") == self._validations:  # else it has validated since, behind a delayed round
+            message = report.told[report.cells.index(lone[0])]
+            if message.get("validation") == self._validations:  # else it has validated since, behind a delayed round
                 self._untold = None
         self.note_round(report)
 

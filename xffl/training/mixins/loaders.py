@@ -73,8 +73,8 @@ class DataLoaderSetupMixin(TrainerMixin):
         :return: The loader.
         """
         data = self.section("data", DataConfig)
-        own = {"batch_size": self.config.training.batch_size, "seed": self.config.experiment.seed}
-        options = own | self._read_options(data) | options
+        defaults = {"batch_size": self.config.training.batch_size, "seed": self.config.experiment.seed}
+        options = defaults | self._read_options(data) | options
         if part is None:
             part = self._deal(len(dataset), labels, options["seed"])  # type: ignore[arg-type]
         if labels is not None and (isinstance(part, Partition) or (isinstance(part, str) and part == WHOLE)):
@@ -168,7 +168,8 @@ class DataLoaderSetupMixin(TrainerMixin):
         try:
             loader.load_state_dict(state)
         except ConfigError:
-            # Steps of another size: the samples that were seen cannot be told from the others.
-            if not (self.config.experiment.reset and "epoch" in state and hasattr(loader, "set_epoch")):
+            # Steps of another size: the samples that were seen cannot be distinguished from the others.
+            may_begin_anew = self.config.experiment.reset or self.begins_anew
+            if not (may_begin_anew and "epoch" in state and hasattr(loader, "set_epoch")):
                 raise
             loader.set_epoch(state["epoch"])

@@ -242,7 +242,7 @@ class LoggerMixin(TrainerMixin):
             "time": time.time(),
             "step": self.global_step,
             "epoch": self.current_epoch,
-            **{one.name: getattr(report, one.name) for one in fields(report)},
+            **{item.name: getattr(report, item.name) for item in fields(report)},
             # What is counted and measured by rank, over the cell.
             "bytes_across": across,
             "bytes_home": home,
@@ -255,7 +255,7 @@ class LoggerMixin(TrainerMixin):
     # Resuming ---------------------------------------------------------------------------------------------------------
 
     def own_parts(self) -> dict[str, Any]:
-        """Return what was told since the last record, and how long the files were."""
+        """Return what was logged since the last record, and how long the files were."""
         return {**super().own_parts(), "records": StatePart(self._records, self._load_records)}
 
     def on_resumed(self) -> None:

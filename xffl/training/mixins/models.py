@@ -109,7 +109,7 @@ class ModelSetupMixin(TrainerMixin):
             names = names_set_by(self.configure_models, self, nn.Module)
         # A loss function, say, is a module and no model.
         made = {name: getattr(self, name) for name in names}
-        self._model_names = tuple(name for name, one in made.items() if [*one.parameters(), *one.buffers()])
+        self._model_names = tuple(name for name, model in made.items() if [*model.parameters(), *model.buffers()])
         if not self._model_names:
             raise ConfigError(
                 f"{type(self).__name__}.configure_models has set no module with weights; set self.model = ... there"

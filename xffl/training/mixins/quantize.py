@@ -88,7 +88,7 @@ class QuantizeMixin(TrainerMixin):
 
     def configure(self) -> None:
         """Quantize the models that the other mixins made, before they are sharded; collective over the world."""
-        # ModelSetupMixin makes models before it calls the next class, so they are there in any order of the mixins.
+        # ModelSetupMixin makes models before it calls the next class, so they exist in any order of the mixins.
         super().configure()
         self._quantize()
 
@@ -203,12 +203,12 @@ def _choose(
     layers = _linear_layers(models)
     excluded: set[nn.Module] = set()
     for pattern in exclude:
-        found = [name for name in layers if fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")]
-        if not found and pattern not in HEADS:
+        names = [name for name in layers if fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")]
+        if not names and pattern not in HEADS:
             raise ConfigError(
                 f"quantize.exclude {pattern!r} matches no linear layer; the models have {shorten(layers, 4)}"
             )
-        excluded.update(layers[name] for name in found)
+        excluded.update(layers[name] for name in names)
     return {name: layer for name, layer in layers.items() if layer not in excluded}, frozenset(excluded)
 
 

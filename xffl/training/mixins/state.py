@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,7 +16,7 @@ from xffl.checkpoint.generators import RandomState
 from xffl.checkpoint.torch_files import load_archive
 from xffl.checks import shown
 from xffl.distributed.agreement.consistency import run_on_all_ranks
-from xffl.errors import CheckpointError
+from xffl.errors import CheckpointError, OtherLayoutError
 from xffl.files import read_sealed, write_sealed
 from xffl.reading import COUNT_LIMIT
 from xffl.training.mixins.base import StatePart, TrainerMixin
@@ -74,8 +75,8 @@ class StateMixin(TrainerMixin):
         """
         if self.state.topology.cells == 1:
             return list(counts)
-        own = torch.tensor(counts, dtype=torch.int64, device=self.device)
-        most: list[int] = self.world.all_reduce(own, "max", "world").tolist()
+        local = torch.tensor(counts, dtype=torch.int64, device=self.device)
+        most: list[int] = self.world.all_reduce(local, "max", "world").tolist()
         return most
 
     def save_checkpoint(self, path: str | Path, *, saver: Callable[..., T] | None = None, **values: Any) -> T | None:
@@ -118,15 +119,22 @@ class StateMixin(TrainerMixin):
         :return: The values that were kept beside.
         :raises CheckpointError: if it cannot be read or does not fit; on all ranks.
         """
-        values = self.strategy.load_checkpoint(
+        load = partial(
+            self.strategy.load_checkpoint,
             path,
             self.named_models(),
             self.named_optimizers(),
             others=self._others(),
             own=self.own_parts(),
-            reset=("*",) if self.config.experiment.reset else (),
             local=self.local_tensors(),
         )
+        try:
+            values = load(reset=("*",) if self.config.experiment.reset else ())
+        except OtherLayoutError:
+            if self.state.elastic is None:
+                raise
+            self._begin_anew()
+            values = load(reset=("*",))
         # Not read again: another run that writes there may have replaced or deleted the checkpoint since.
         record = self.strategy.loaded_record
         if record is not None and self.run_directory.cell >= len(record.cells):
@@ -180,27 +188,41 @@ class StateMixin(TrainerMixin):
     # In an elastic run ------------------------------------------------------------------------------------------------
 
     _place: Mapping[str, Any] | None = None
-    """Where the last round of this cell has left it, in the life of its job before this one"""
+    """Where the last round of this cell left it, in the previous start of its job"""
 
     @property
     def place_step(self) -> int:
         """The step of that round, 0 without one; records up to it have counted, whatever checkpoint there is."""
         return 0 if self._place is None else int(self._place["trainer"]["global_step"])
 
+    def _begin_anew(self) -> None:
+        """Note, and say once, that other ranks than these have left this cell's files; local."""
+        if not self.begins_anew and self.state.rank == 0:
+            LOG.warning(
+                "this cell comes back with %d ranks, and its files are of another number: it takes the model of the "
+                "others over, with its own counters, and begins what its ranks keep for themselves anew (random "
+                "numbers, the rounds' state, and the epoch of its data where a step has another number of samples)",
+                self.world.world_size,
+            )
+        self.begins_anew = True
+
     def read_place(self) -> bool:
         """Read what :meth:`keep_place` has written, if this is a cell of an elastic run; collective over the cell."""
         if self.state.elastic is None or not self.config.experiment.resume:
             return False
-        told: list[Mapping[str, Any] | None] = [None]
+        places: list[Mapping[str, Any] | None] = [None]
+        here = self.world.world_size
         file = Path(self.config.experiment.output_dir) / PLACE
         advice = "remove it, and the cell starts from its checkpoint"
         with run_on_all_ranks(
             "places in the data", convert=lambda error: CheckpointError(f"{file} cannot be read ({error}); {advice}")
         ):
             if self.state.rank == 0 and file.exists():
-                told[0] = read_place_file(file)
-        dist.broadcast_object_list(told, src=0)
-        self._place = told[0]
+                places[0] = read_place_file(file)
+        dist.broadcast_object_list(places, src=0)
+        self._place = places[0]
+        if self._place is not None and self._place.get("ranks", {"count": here})["count"] != here:
+            self._begin_anew()
         return self._place is not None
 
     def keep_place(self) -> None:
@@ -212,7 +234,8 @@ class StateMixin(TrainerMixin):
         if self.state.elastic is None or self.state.rank != 0:
             return
         buffer = io.BytesIO()
-        torch.save({name: part.state_dict() for name, part in self.checkpoint_parts().items()}, buffer)
+        parts = {name: part.state_dict() for name, part in self.checkpoint_parts().items()}
+        torch.save({**parts, "ranks": {"count": self.world.world_size}}, buffer)
         write_sealed(self.run_directory.path / PLACE, buffer.getvalue())
 
     def take_place(self) -> bool:

@@ -102,7 +102,7 @@ def _first_tensor(batch: Any) -> torch.Tensor | None:
         inside = list(batch.values())
     elif isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
         inside = batch
-    return next((found for one in inside if (found := _first_tensor(one)) is not None), None)
+    return next((inner for item in inside if (inner := _first_tensor(item)) is not None), None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,8 +188,8 @@ class EvalMetricMixin(TrainerMixin):
         """
         values = reduce_sums(self._outputs, self.state, over=over, device=self.device)
         if self._metric_names:
-            found = compute_metrics(self.named_metrics(), self.state, over=over)
-            for name, value in found.items():
+            computed = compute_metrics(self.named_metrics(), self.state, over=over)
+            for name, value in computed.items():
                 if f"val/{name}" in values:
                     raise ConfigError(
                         f"validation_step returns a number that is called val/{name} as the metric is; rename one"

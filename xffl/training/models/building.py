@@ -102,14 +102,14 @@ def layer_classes(model: nn.Module) -> tuple[type[nn.Module], ...]:
     """
     inner = bare_model(model)
     asked = {name for module in inner.modules() for name in getattr(module, "_no_split_modules", None) or ()}
-    found = {type(module): None for module in inner.modules() if type(module).__name__ in asked}
-    if not found:
+    chosen = {type(module): None for module in inner.modules() if type(module).__name__ in asked}
+    if not chosen:
         lists = [module for module in inner.modules() if isinstance(module, (nn.ModuleList, nn.ModuleDict))]
         counts = Counter(type(layer) for layers in lists for layer in layers.children())
-        found = {layer: None for layer, count in counts.items() if count > 1}
-    if not found:
+        chosen = {layer: None for layer, count in counts.items() if count > 1}
+    if not chosen:
         raise ConfigError(f"{type(inner).__name__} repeats no layers; name the classes to wrap yourself")
-    return tuple(found)
+    return tuple(chosen)
 
 
 def _configuration(source: Source, transformers: Any) -> Any:
@@ -137,13 +137,13 @@ def _configuration(source: Source, transformers: Any) -> Any:
 
 
 def _dtype(asked: torch.dtype | str | None, config: Any) -> torch.dtype:
-    found = asked if asked is not None else config.dtype
-    named: Any = found
-    if isinstance(found, str):
-        with suppress(ValueError):  # which is told below
-            named = dtype_of(found)
-    if found is not None and not (isinstance(named, torch.dtype) and named.is_floating_point):
-        raise ConfigError(f"dtype must be a floating-point type of torch, such as 'bfloat16', got {found!r}")
+    dtype = asked if asked is not None else config.dtype
+    named: Any = dtype
+    if isinstance(dtype, str):
+        with suppress(ValueError):  # which is reported below
+            named = dtype_of(dtype)
+    if dtype is not None and not (isinstance(named, torch.dtype) and named.is_floating_point):
+        raise ConfigError(f"dtype must be a floating-point type of torch, such as 'bfloat16', got {dtype!r}")
     chosen: torch.dtype = torch.float32 if named is None else named
     return chosen
 

@@ -243,11 +243,11 @@ def _check(model: nn.Module, reader: _Reader) -> None:
     expected: set[str] = set()
     for one in file_tensors(model):
         expected |= set(one.names)
-        found = [name for name in one.names if name in reader.tensors]
-        if not found:
+        present = [name for name in one.names if name in reader.tensors]
+        if not present:
             problems["missing"].append(one.name)
         shape, dtype = tuple(one.tensor.shape), one.tensor.dtype
-        for name in found:
+        for name in present:
             size, kind = tuple(reader.tensors[name].size), reader.tensors[name].properties.dtype
             if size != shape:
                 problems["of another shape"].append(f"{name} {size}, in the model {shape}")
@@ -274,11 +274,11 @@ def _fill(model: nn.Module, reader: _Reader) -> None:
 
 
 def _fill_from(model: nn.Module, reader: _Reader) -> None:
-    found = [
+    loaded = [
         ([name for name in one.names if name in reader.tensors], one.tensor.detach()) for one in file_tensors(model)
     ]
-    reader.read({names[0]: tensor for names, tensor in found})
-    for (first, *others), tensor in found:
+    reader.read({names[0]: tensor for names, tensor in loaded})
+    for (first, *others), tensor in loaded:
         for other in others:  # of tied tensors
             again = torch.empty_like(tensor)
             reader.read({other: again})
@@ -561,9 +561,9 @@ def agree_on_base(model: nn.Module, state: DistributedState, *, only_frozen: boo
     if not dist.is_initialized():
         return
     sums = [_checksum(one.tensor) if _counts(one.tensor, cell.place == 0) else 0 for one in tensors]
-    found = find_unequal_cells(torch.tensor(sums, dtype=torch.int64), cell.number, len(cell.sizes), cell.world)
-    if found is not None:
-        index, others = found
+    unequal = find_unequal_cells(torch.tensor(sums, dtype=torch.int64), cell.number, len(cell.sizes), cell.world)
+    if unequal is not None:
+        index, others = unequal
         raise ConfigError(
             f"cells {others} hold other values of {tensors[index].name!r} than cell 0, but all must train the same "
             "base model; give them the same files, or the same seed"

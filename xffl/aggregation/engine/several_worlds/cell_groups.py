@@ -28,9 +28,7 @@ def make_cell_groups(state: DistributedState, made: list[dist.ProcessGroup], *, 
             made.append(new_group(ranks, timeout_s, name, ON_GPUS))
             return made[-1]
 
-        return make_groups(
-            create, topology=topology, rank=rank, kinds=("federation", "replica"), handles=state.handle_count
-        )
+        return make_groups(create, topology=topology, rank=rank, kinds=("federation", "replica"), handles=1)
     if overlaps:
         groups = make_round_groups(
             make_creator(state, made, 0), topology=topology, rank=rank, timeout_s=timeout_s, handles=state.handle_count

@@ -265,12 +265,16 @@ class FirstRound(RoundStage):
                 continue
             if not any(one.is_trained for one in told) or any(one.is_nonfinite for one in told):
                 return False
-            first = [statuses[topology.rank_of(cell, 0, shard)] for shard in range(topology.shards(cell))]
-            if topology.cell_shape is None:  # cells may be cut into different numbers of shards
-                sums.append(((sum(one.held - one.shared for one in first) + first[0].shared) % 2**64,))
-            else:
-                sums.append(tuple(one.held for one in first))
+            sums.append(self.sums_of(cell, statuses))
         return len(sums) > 1 and len(set(sums)) == 1
+
+    def sums_of(self, cell: int, statuses: Sequence[RoundStatus]) -> tuple[int, ...]:
+        """Return what a cell has told of its values; two cells that hold the same bits tell the same; pure."""
+        topology = self.scope.topology
+        first = [statuses[topology.rank_of(cell, 0, shard)] for shard in range(topology.shards(cell))]
+        if topology.cell_shape is None:  # cells may be cut into different numbers of shards
+            return ((sum(one.held - one.shared for one in first) + first[0].shared) % 2**64,)
+        return tuple(one.held for one in first)
 
 
 def _fold(sums: Iterable[tuple[ModelTensor, int]]) -> int:

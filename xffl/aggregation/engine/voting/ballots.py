@@ -18,7 +18,7 @@ from xffl.aggregation.engine.transport import Move, Progress
 from xffl.aggregation.engine.voting.connections import connect_tree
 from xffl.aggregation.engine.voting.votes import PACKED, RoundStatus, swap
 from xffl.compat.gloo_connections import is_lazy
-from xffl.costs import BALLOT_LENGTH_BYTES, STATUS_BYTES, ballot_head_bytes, ranks_below
+from xffl.costs import BALLOT_LENGTH_BYTES, STATUS_BYTES, ballot_head_bytes, peers_in_votes, ranks_below
 from xffl.distributed.collectives import Group, group_size
 from xffl.distributed.several_worlds.cross_world import CrossWorldGroup
 from xffl.topology import Topology
@@ -185,22 +185,12 @@ class BallotTree:
         self._cell = cell = topology.cell_of(rank)
         start = topology.offsets[cell]
         size = topology.sizes[cell]
-        place = rank - start
-        self._is_first = place == 0
-        self._below: list[Letter] = []
-        for child in (2 * place + 1, 2 * place + 2):
-            if child < size:
-                self._below.append(Letter(first + start + child, ranks_below(child, size)))
-        self._above: list[Letter] = []
-        self._others: list[Letter] = []
-        self._order: Sequence[int] = ()
-        if self._is_first:
-            self._order = _order_of_ranks(size)
-            for number, offset in enumerate(topology.offsets[:-1]):
-                if number != cell:
-                    self._others.append(Letter(first + offset, topology.sizes[number]))
-        else:
-            self._above.append(Letter(first + start + (place - 1) // 2, topology.world_size))
+        peers = peers_in_votes(topology, rank)
+        self._is_first = peers.above is None
+        self._below = [Letter(first + peer, ranks_below(peer - start, size)) for peer in peers.below]
+        self._above = [] if peers.above is None else [Letter(first + peers.above, topology.world_size)]
+        self._others = [Letter(first + peer, topology.sizes[topology.cell_of(peer)]) for peer in peers.others]
+        self._order = _order_of_ranks(size) if self._is_first else []
 
     def connect(self, group: Group | None) -> None:
         """Open the connections of votes; see :meth:`~xffl.aggregation.engine.voting.votes.VoteTree.connect`."""

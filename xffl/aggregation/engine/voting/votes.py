@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from xffl.aggregation.engine.transport import Move, Progress, start_moves
 from xffl.compat.gloo_connections import is_lazy
-from xffl.costs import STATUS_BYTES
+from xffl.costs import STATUS_BYTES, peers_in_votes
 from xffl.distributed.collectives import Group, group_size
 from xffl.distributed.several_worlds.cross_world import CrossWorldGroup
 from xffl.topology import Topology
@@ -161,11 +161,9 @@ class VoteTree:
         self._device = device
         self._rank = rank
         cell = topology.cell_of(rank)
-        start = topology.offsets[cell]
-        stop = topology.offsets[cell + 1]
-        place = rank - start
-        below = [first + start + child for child in (2 * place + 1, 2 * place + 2) if start + child < stop]
-        self._is_first = place == 0
+        peers = peers_in_votes(topology, rank)
+        below = [first + peer for peer in peers.below]
+        self._is_first = peers.above is None
         # The table outlives a vote, so it must not be an inference tensor if that is where it is made.
         with torch.inference_mode(False):
             self._table = torch.zeros(topology.world_size, STATUS_BYTES, dtype=torch.uint8, device=device)
@@ -176,13 +174,11 @@ class VoteTree:
         self._to_below: list[Move] = [(self._table, child) for child in below]
         self._to_above: list[Move] = []
         self._from_above: list[Move] = []
-        if not self._is_first:
-            parent = first + start + (place - 1) // 2
-            self._to_above.append((self._here, parent))
-            self._from_above.append((self._table, parent))
-        others = [(number, first + offset) for number, offset in enumerate(topology.offsets[:-1]) if number != cell]
-        self._from_others: list[Move] = [(rows[number], rank) for number, rank in others]
-        self._to_others: list[Move] = [(self._here, rank) for _, rank in others]
+        if peers.above is not None:
+            self._to_above.append((self._here, first + peers.above))
+            self._from_above.append((self._table, first + peers.above))
+        self._from_others: list[Move] = [(rows[topology.cell_of(peer)], first + peer) for peer in peers.others]
+        self._to_others: list[Move] = [(self._here, first + peer) for peer in peers.others]
 
     def connect(self, group: Group | None) -> None:
         """Open the connections of votes where a large group over gloo has those of collectives alone.
@@ -193,8 +189,7 @@ class VoteTree:
         if not isinstance(group, CrossWorldGroup) and is_lazy(group_size(group), world_size=dist.get_world_size()):
             from xffl.aggregation.engine.voting.connections import connect_tree
 
-            to_others = self._to_others if self._is_first else []
-            moves = (self._from_below, self._to_above, to_others)
+            moves = (self._from_below, self._to_above, self._to_others)
             connect_tree([[peer for _, peer in each] for each in moves], group, self._device)
 
     def gather(self, status: RoundStatus, group: Group | None, within_s: float) -> list[RoundStatus]:
