@@ -68,6 +68,7 @@ def is_said(line: str, expected: str) -> bool:
         ("round", 4, 2),
         ("round_cheaper", 3, 2),
         ("round_failures", 1, 1),
+        ("experts", 1, 1),
         ("algorithms", 4, 4),
         ("privacy", 1, 1),
         ("data", 1, 0),

@@ -11,11 +11,12 @@ from xffl.lazy import lazy_names
 
 if TYPE_CHECKING:
     from xffl.aggregation.aggregator import Aggregator
+    from xffl.aggregation.expert_tokens import ExpertTokens
     from xffl.aggregation.federated_scaling import FederatedScaling
     from xffl.aggregation.federations.hierarchical import Level, Levels
     from xffl.aggregation.report import RoundReport
     from xffl.aggregation.rounds.hooks import LoopHooks
 
-__all__ = ["Aggregator", "FederatedScaling", "Level", "Levels", "LoopHooks", "RoundReport"]
+__all__ = ["Aggregator", "ExpertTokens", "FederatedScaling", "Level", "Levels", "LoopHooks", "RoundReport"]
 
 __getattr__, __dir__ = lazy_names(__name__)

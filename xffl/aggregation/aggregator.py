@@ -125,6 +125,12 @@ class Aggregator:
     :param extra: Tensors that are averaged beside the model's, such as control variates.
     :param moments: Average what optimizers keep beside the parameters, or start it anew: an
         :class:`~xffl.aggregation.optimizer_moments.OptimizerMoments`.
+    :param tensor_weights: Called on each rank before a round: what it has counted since the last call for some
+        trainable parameters, or for the entries of their first dimension, by name pattern (the first match wins), such
+        as the tokens that each expert has seen (:doc:`/experts`). Their means are weighed by these counts, summed over
+        the cell's ranks. What no cell has counted anything for stays what it was after the last round. All ranks return
+        the same patterns. It goes with the weighted mean, without privacy, secure sums and levels, in cells of one job;
+        memory: a copy of this rank's shard in fp32.
     :param gradients_reduced_by_caller: Take a model of which nothing tells that its gradients are reduced over the
         ranks of a cell, since the training loop does so itself. Without it each parameter that trains is refused that
         neither FSDP2 nor DistributedDataParallel over the cell, nor a strategy, has (:doc:`/strategies`).
@@ -154,6 +160,7 @@ class Aggregator:
         norms: bool = False,
         extra: nn.Module | None = None,
         moments: TensorsBeside | None = None,
+        tensor_weights: Callable[[], Mapping[str, Any]] | None = None,
         gradients_reduced_by_caller: bool = False,
         **removed: object,
     ) -> None:
@@ -187,6 +194,7 @@ class Aggregator:
                 fragments=fragments,
                 overlap=overlap,
                 norms=norms,
+                tensor_weights=tensor_weights,
             )
             if extra is not None and fragments > 1:
                 raise ConfigError("extra tensors go with every round, so they need fragments=1")

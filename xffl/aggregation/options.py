@@ -20,6 +20,7 @@ from xffl.errors import ConfigError
 from xffl.naming import Writer
 
 if TYPE_CHECKING:
+    from xffl.aggregation.algorithms.tensor_weights import TensorCounts, TensorWeights
     from xffl.aggregation.engine.planning.tensors import Manifest
 
 __all__ = ["DEFAULT_BUCKET_BYTES", "REMOVED", "Options", "check_merge", "refuse_removed"]
@@ -52,6 +53,7 @@ class Options:
     privacy: Privacy | None
     secure: SecureSum | None
     norms: bool
+    tensor_counts: TensorCounts | None = None
 
     def __str__(self) -> str:
         return ", ".join(f"{one.name}={_text(getattr(self, one.name))}" for one in fields(self))
@@ -64,10 +66,20 @@ class Options:
     @property
     def needs_agreed(self) -> bool:
         """Whether the last agreed model is kept."""
-        return self.has_norms or self.combiner.has_scale or self.server is not None or self.privacy is not None
+        kept_by = (self.server, self.privacy, self.tensor_counts)
+        return self.has_norms or self.combiner.has_scale or any(one is not None for one in kept_by)
 
     @classmethod
-    def of(cls, *, combine: object, server: object, privacy: object, secure: object, **plain: Any) -> Options:
+    def of(
+        cls,
+        *,
+        combine: object,
+        server: object,
+        privacy: object,
+        secure: object,
+        tensor_weights: TensorWeights | None = None,
+        **plain: Any,
+    ) -> Options:
         """Read the options of an aggregator; raise ConfigError if one is invalid, or two do not go together; local."""
         hint = f"give bytes, such as {DEFAULT_BUCKET_BYTES}"
         plain["bucket_bytes"] = integer("bucket_bytes", plain["bucket_bytes"], hint=hint)
@@ -95,7 +107,12 @@ class Options:
         )
         if not isinstance(sums, SecureSum | None):
             raise ConfigError(f"secure must be True, False or a SecureSum, got {secure!r}")
-        options = cls(**plain, combiner=combiner, server=optimizer, privacy=private, secure=sums)
+        counts = None
+        if tensor_weights is not None:
+            from xffl.aggregation.algorithms.tensor_weights import TensorCounts
+
+            counts = TensorCounts(tensor_weights, plain["fragments"])
+        options = cls(**plain, combiner=combiner, server=optimizer, privacy=private, secure=sums, tensor_counts=counts)
         options._check_together()
         return options
 
@@ -108,8 +125,8 @@ class Options:
             )
         if self.needs_agreed and not self.atomic:
             raise ConfigError(
-                "atomic=False does not go with a server optimizer, privacy, norms, or a combiner that scales steps: "
-                "they need the mean beside the model; leave atomic=True"
+                "atomic=False does not go with a server optimizer, privacy, norms, tensor_weights, or a combiner that "
+                "scales steps: they need the mean beside the model; leave atomic=True"
             )
         if self.form == "two_hop" and compares:
             raise ConfigError(f"form='two_hop' does not go with {_text(self.combiner)}, which compares whole models")
@@ -132,6 +149,16 @@ class Options:
                 hint = f"{_text(self.combiner)} needs it, so give another combiner"
             raise ConfigError(
                 f"all cells learn the norm of a cell's update, which privacy and secure=True are to prevent; {hint}"
+            )
+        if self.tensor_counts is not None and not isinstance(self.combiner, Mean):
+            raise ConfigError(
+                f"tensor_weights take the place of the cells' weights in the mean, and {_text(self.combiner)} combines "
+                "otherwise; leave one of them out"
+            )
+        if self.tensor_counts is not None and (self.privacy is not None or self.secure is not None):
+            raise ConfigError(
+                "tensor_weights tell all cells what each has counted, and privacy and secure sums are to hide what a "
+                "cell's data are like; leave one of them out"
             )
         if self.secure is not None and (compares or not isinstance(self.combiner, WeightedCombiner)):
             raise ConfigError(

@@ -27,8 +27,8 @@ A ``RoundRun`` reads and checks the model; ``RoundCoordinator.run`` votes, has i
 of the aggregator's rounds, or a way over the buckets of its own (``exchange.Way``), each in a file of ``stages``. A
 plain round has neither, and goes through none of these files:
 
-- ``stages``: the first round's comparison, codecs, masks, privacy, norms, moments of optimizers, the step of the global
-  model; combiners that compare whole models; the model of one cell handed over to all.
+- ``stages``: the first round's comparison, codecs, masks, privacy, norms, moments of optimizers, weights of single
+  tensors, the step of the global model; combiners that compare whole models; the model of one cell handed over to all.
 - ``stages.unequal_replicas``: which ranks of a cell differ, where a first round finds that some do.
 - ``alike.rank_differences``: what is told where ranks have unequal models, or compute unequal values.
 - ``several_worlds.compared_at_once``: what ranks of new groups, between cells that are worlds of their own,

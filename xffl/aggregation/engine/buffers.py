@@ -93,6 +93,11 @@ class Layout:
         assert entry is not None, "groups hold only what this rank holds"
         return entry.name
 
+    def entry(self, item: int) -> tuple[ModelTensor, Axis] | None:
+        """Return a tensor of this rank, and the axis that its canonical order begins with; ``None`` without a part."""
+        entry = self._entries[item]
+        return None if entry is None else (entry, self._axis[item])
+
     def held(self, item: int) -> tuple[int, int]:
         """Return where this rank's part of a tensor begins in canonical order, and its elements."""
         return self._origin[item], self._held[item]

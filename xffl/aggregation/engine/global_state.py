@@ -94,7 +94,8 @@ class _TableWalk(Walk):
 SAVED = (
     ("codecs", "what lossy codecs remember"),
     ("privacy", "what privacy has cost"),
-    ("agreed", "the last agreed model of server, norms or privacy"),
+    ("agreed", "the last agreed model of server, norms, privacy or tensor_weights"),
+    ("tensor_weights", "what was counted for tensor_weights"),
     ("above", "levels above the lowest"),
 )
 """What an aggregator's state may hold beside numbers, by its key."""

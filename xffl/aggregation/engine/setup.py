@@ -350,6 +350,11 @@ def make_exchange(compared: ComparedModels, rounds: Callable[[], int]) -> Exchan
         stages.append(make_moments(manifest.moments, exchange, moving, fragments=options.fragments, rounds=rounds))
     if isinstance(combiner, WeightedCombiner) and not is_built_in(combiner):
         stages.append(ToldWeights())
+    if options.tensor_counts is not None:
+        from xffl.aggregation.engine.stages.tensor_weights import WeighedTensors
+
+        assert model is not None, "kept with counts"
+        stages.append(WeighedTensors(options.tensor_counts, compared.moving, layout, model=model, codecs=codecs))
     if codecs is not None:
         stages.append(codecs)
     if masker is not None:

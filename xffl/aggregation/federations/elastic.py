@@ -126,6 +126,11 @@ class ElasticAggregator:
                 f"secure={options['secure']!r} is not supported in an elastic federation: a round could not be made "
                 "where fewer than three cells contribute; leave it out"
             )
+        if options.get("tensor_weights") is not None:
+            raise ConfigError(
+                "tensor_weights is not supported in an elastic federation: counts of a cell that was lost would not be "
+                "known; leave it out"
+            )
         if options.get("atomic", True) is not True:
             raise ConfigError("rounds of an elastic federation are repeated where cells are lost; leave atomic=True")
         # Before this cell meets others, which would get the same error.

@@ -242,7 +242,11 @@ class EncodedSteps(ExactValues):
         rows = [self._codecs.scratch[row, : out.numel()] for row in range(len(self.sources))]
         for cell, row in zip(self.sources, rows, strict=True):
             self.feedback.decode(self.codes[cell], row)
-        self.transport.combine(self.transfer, rows, out)
+        self.combine_steps(rows, out)
+
+    def combine_steps(self, steps: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        """Combine the cells' steps, in the order of the cells."""
+        self.transport.combine(self.transfer, list(steps), out)
 
     def second_hop(self) -> tuple[Mapping[int, torch.Tensor], Mapping[int, torch.Tensor]]:
         """Return the codes of this cell's result and where to receive the others', by the other cell."""

@@ -1,7 +1,8 @@
 """The order of what features do to a round.
 
 Stages are combined freely but for what :mod:`xffl.aggregation.options` refuses. The first round's comparison looks at
-values before any other, and what moves is decided before it is read. Codecs come before masks, which they never meet;
+values before any other, and what moves is decided before it is read. What combines values by other weights encodes
+them, too, where there are codecs, so it comes before these; codecs come before masks, which they never meet;
 what leaves is clipped and noised once its masks are ready; the step is clipped before the server rule, which is last,
 since it writes.
 """
@@ -17,7 +18,7 @@ from xffl.aggregation.engine.stages.first_round import FirstRound
 from xffl.aggregation.engine.stages.masks import Masks
 from xffl.aggregation.engine.stages.norms import Norms
 from xffl.aggregation.engine.stages.privacy import Protection
-from xffl.aggregation.engine.stages.stage import PlanStage, RoundStage
+from xffl.aggregation.engine.stages.stage import PlanStage, RoundStage, WeighedStage
 from xffl.aggregation.engine.stages.told_weights import ToldWeights
 
 __all__ = ["ORDER", "in_order"]
@@ -26,6 +27,7 @@ ORDER: tuple[type[RoundStage], ...] = (
     FirstRound,
     PlanStage,
     ToldWeights,
+    WeighedStage,
     Codecs,
     Masks,
     Protection,

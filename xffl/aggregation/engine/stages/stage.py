@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from xffl.aggregation.engine.transport import Crossing, ExactValues
     from xffl.aggregation.engine.voting.votes import RoundStatus
 
-__all__ = ["PlanStage", "RoundStage"]
+__all__ = ["PlanStage", "RoundStage", "WeighedStage"]
 
 
 class RoundStage:
@@ -128,3 +128,7 @@ class RoundStage:
 
 class PlanStage(RoundStage):
     """Decides in :meth:`read` what else moves in a round, before any other stage looks at that."""
+
+
+class WeighedStage(RoundStage):
+    """Combines some values by other weights than the cells' own."""
