@@ -13,6 +13,7 @@ import sys
 import textwrap
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -33,9 +34,12 @@ from xffl.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
+from xffl.checkpoint.torch_files import load_archive
 from xffl.cli.main import main
 from xffl.distributed.distributed_state import DistributedState
 from xffl.extras import install_command
+from xffl.files import read_sealed
+from xffl.training.mixins.state import PLACE, StateMixin
 
 PARTS = {"part": Own(1)}
 
@@ -518,3 +522,16 @@ def test_transformers_reads_it(tmp_path: Path) -> None:
             assert not any(info.values()), info
             tokens = torch.arange(6)[None]
             assert torch.equal(again.eval()(tokens).logits, model(tokens).logits)
+
+
+def test_the_place_of_an_elastic_cell_keeps_a_part_of_any_name(tmp_path: Path) -> None:
+    parts = {"ranks": SimpleNamespace(state_dict=lambda: {"mine": 3}), "trainer": SimpleNamespace(state_dict=dict)}
+    trainer: Any = SimpleNamespace(
+        state=SimpleNamespace(elastic=True, rank=0),
+        world=SimpleNamespace(world_size=2),
+        checkpoint_parts=lambda: parts,
+        run_directory=SimpleNamespace(path=tmp_path),
+    )
+    StateMixin.keep_place(trainer)
+    kept = load_archive(read_sealed(tmp_path / PLACE, 10**6), limit=10**6)
+    assert kept["ranks"] == {"mine": 3}

@@ -8,9 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
-from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 from xffl.cluster.launch import failure, runner
 from xffl.cluster.launch.failure import (
@@ -27,6 +28,9 @@ from xffl.cluster.launch.failure import (
 from xffl.cluster.listening import PortHeldError
 from xffl.cluster.reaching import UnansweredError
 from xffl.distributed.failures.first_failure import JoinedWorld, tell_failure
+from xffl.distributed.failures.isolated_job import tell_ended
+from xffl.distributed.several_worlds.isolated_cell import IsolatedCell
+from xffl.distributed.several_worlds.job_ranks import ENDED
 from xffl.errors import ConfigError, LaunchError, RoundError, TopologyError
 from xffl.jobs.ranks import tell_failure as tell_first
 from xffl.topology import Topology
@@ -194,3 +198,13 @@ def test_a_bounded_number_of_ranks_looks_for_those_that_are_gone() -> None:
 def test_a_rank_that_was_lost_between_worlds_is_told_of_as_any_other() -> None:
     text = "round 1 could not be opened: a rank of the group rounds/1 was lost in the middle of a message"
     assert is_only_lost_peer(RoundError(text))
+
+
+def test_what_ends_a_rank_is_raised_also_where_the_store_goes_while_others_are_told() -> None:
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    isolated = IsolatedCell(rank=1, sizes=(1, 1), store=f"127.0.0.1:{server.port}")
+    tell_ended(isolated, server, 10.0)
+    assert server.check([ENDED])
+    store = mock.Mock(**{"set.side_effect": RuntimeError("Connection reset by peer")})
+    tell_ended(isolated, store, 10.0)
+    store.set.assert_called_once()

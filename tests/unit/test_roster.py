@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tests.journal_records import next_round
 from xffl.cluster.runtimes import Runtime
+from xffl.elastic.federation import ElasticFederation
 from xffl.elastic.roster import CellRecord, Epoch, form_epoch, is_life, least_cells
 from xffl.errors import CheckpointError, ConfigError
 from xffl.journal.records import (
@@ -141,6 +144,24 @@ def test_cells_that_have_all_lost_the_model_begin_anew() -> None:
     here = [run.restart(cell) for cell in range(3)]
     epoch = run.meet(*here)
     assert (epoch.base, epoch.first, epoch.behind, epoch.refusal) == (None, 0, {1, 2}, "")
+
+
+def test_cells_that_begin_anew_say_that_the_model_is_lost_whoever_started_them_again() -> None:
+    """As by hand, with other ranks: then no launcher counts the starts."""
+    run = Journal()
+    warned: list[str] = []
+    cell: Any = SimpleNamespace(
+        cell=0, _journal=SimpleNamespace(history=run.history), _warn=warned.append, _tell_runtimes=lambda epoch: None
+    )
+    ElasticFederation._warn_of(cell, run.meet(*map(run.record, range(CELLS))))
+    assert not warned
+    last = run.add_round(0, 1, 2)
+    ElasticFederation._warn_of(cell, run.meet(run.record(0, last), run.restart(1), run.restart(2)))
+    assert not warned
+    epoch = run.meet(*map(run.restart, range(CELLS)))
+    assert (epoch.base, epoch.refusal) == (None, "")
+    ElasticFederation._warn_of(cell, epoch)
+    assert warned == ["no cell holds an agreed model; the run begins from round 1"]
 
 
 def test_starts_are_recorded_before_a_round_is_made() -> None:

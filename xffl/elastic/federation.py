@@ -573,9 +573,11 @@ class ElasticFederation:
     def _warn_of(self, epoch: Epoch) -> None:
         for stranger in epoch.strangers:
             self._warn(f"cell {stranger.cell} has another number of cells, or replica size, and is left out")
-        is_lost = epoch.base is None and any(member.restarts for member in epoch.members)
-        if is_lost and not epoch.refusal and self.cell == epoch.first:
-            self._warn("no cell holds an agreed model; the run begins from round 1")
+        if epoch.base is None and not epoch.refusal and self.cell == epoch.first:
+            assert self._journal is not None, "the leader has it"
+            rounds = self._journal.history.until(epoch.number - 1).rounds()
+            if next(rounds, None) is not None or any(member.restarts for member in epoch.members):
+                self._warn("no cell holds an agreed model; the run begins from round 1")
         if not epoch.refusal:
             self._tell_runtimes(epoch)
 

@@ -221,7 +221,7 @@ class StateMixin(TrainerMixin):
                 places[0] = read_place_file(file)
         dist.broadcast_object_list(places, src=0)
         self._place = places[0]
-        if self._place is not None and self._place.get("ranks", {"count": here})["count"] != here:
+        if self._place is not None and self._place.get("ranks", {}).get("count", here) != here:
             self._begin_anew()
         return self._place is not None
 
@@ -235,7 +235,7 @@ class StateMixin(TrainerMixin):
             return
         buffer = io.BytesIO()
         parts = {name: part.state_dict() for name, part in self.checkpoint_parts().items()}
-        torch.save({**parts, "ranks": {"count": self.world.world_size}}, buffer)
+        torch.save({"ranks": {"count": self.world.world_size}, **parts}, buffer)  # a part may have that name, too
         write_sealed(self.run_directory.path / PLACE, buffer.getvalue())
 
     def take_place(self) -> bool:
