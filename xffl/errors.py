@@ -74,6 +74,12 @@ class TornError(Exception):
     """Report inside a round that ranks may hold different weights; callers get a :class:`RoundError` in its place."""
 
 
-def public_name(error: BaseException) -> str:
-    """Return the name of an error as messages give it: that of the class in this module that it is, if it is one."""
+def class_name(error: BaseException) -> str:
+    """Return the name of the class in this module that an error is, from which other ranks make it; else its own."""
     return next((kind.__name__ for kind in type(error).__mro__ if kind.__module__ == __name__), type(error).__name__)
+
+
+def public_name(error: BaseException) -> str:
+    """Return the name of an error as messages give it: that of the public class in this module that it is, if any."""
+    public = (kind for kind in type(error).__mro__ if kind.__module__ == __name__ and kind.__name__ in __all__)
+    return next((kind.__name__ for kind in public), type(error).__name__)

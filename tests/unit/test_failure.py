@@ -27,11 +27,12 @@ from xffl.cluster.launch.failure import (
 )
 from xffl.cluster.listening import PortHeldError
 from xffl.cluster.reaching import UnansweredError
+from xffl.distributed.agreement.differences import rebuild_error
 from xffl.distributed.failures.first_failure import JoinedWorld, tell_failure
 from xffl.distributed.failures.isolated_job import tell_ended
 from xffl.distributed.several_worlds.isolated_cell import IsolatedCell
 from xffl.distributed.several_worlds.job_ranks import ENDED
-from xffl.errors import ConfigError, LaunchError, RoundError, TopologyError
+from xffl.errors import ConfigError, LaunchError, OtherLayoutError, RoundError, TopologyError, class_name
 from xffl.jobs.ranks import tell_failure as tell_first
 from xffl.topology import Topology
 
@@ -208,3 +209,9 @@ def test_what_ends_a_rank_is_raised_also_where_the_store_goes_while_others_are_t
     store = mock.Mock(**{"set.side_effect": RuntimeError("Connection reset by peer")})
     tell_ended(isolated, store, 10.0)
     store.set.assert_called_once()
+
+
+def test_an_error_is_called_by_its_public_name_and_made_on_other_ranks_as_what_it_is() -> None:
+    error = OtherLayoutError("saved by two ranks")
+    assert describe_failure(error).headline == "ConfigError: saved by two ranks"  # so no cell is started again in vain
+    assert type(rebuild_error(class_name(error), str(error))) is OtherLayoutError

@@ -21,7 +21,7 @@ from xffl.distributed.collectives import Group, all_gather_json, all_reduce, own
 from xffl.distributed.failures.waits import NamedWait
 from xffl.distributed.several_worlds.cross_world import CrossWorldGroup
 from xffl.distributed.values.sharding import bytes_of
-from xffl.errors import XfflError, public_name
+from xffl.errors import XfflError, class_name
 from xffl.topology import ranks_text
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def check_consistent(
         if error is not None:
             raise error
         return
-    own = (what, value, None) if error is None else (what, "", (public_name(error), str(error)))
+    own = (what, value, None) if error is None else (what, "", (class_name(error), str(error)))
     # The call's name is part of what is compared, so that ranks in different calls notice it, too.
     with NamedWait(what, group):
         is_same = _is_same_everywhere(own, group)
