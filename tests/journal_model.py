@@ -35,7 +35,7 @@ from xffl.journal.records import (
     RoundRecord,
     StartRecord,
 )
-from xffl.journal.rule import (
+from xffl.journal.who_continues import (
     Continue,
     Fate,
     History,

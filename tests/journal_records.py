@@ -19,7 +19,7 @@ from xffl.journal.records import (
     make_id,
     next_lineage,
 )
-from xffl.journal.rule import History, Member, attempt_of
+from xffl.journal.who_continues import History, Member, attempt_of
 
 __all__ = ["BASE", "ID", "RECORDS", "ROUND", "RUN", "attempt_after", "newest_of", "next_round"]
 

@@ -40,7 +40,7 @@ from tests.chaos.storm import REPO, environment
 from tests.ports import free_port
 from xffl.distributed import ElasticParameters
 from xffl.elastic import federation
-from xffl.elastic.lighthouse import coordination
+from xffl.elastic.lighthouse_client import coordination
 from xffl.journal.folder import JournalFolder
 from xffl.journal.service import JournalService, RemoteJournal
 

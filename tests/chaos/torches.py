@@ -36,7 +36,7 @@ from torch import nn
 
 import xffl
 from tests.ports import free_port
-from xffl.elastic.lighthouse import coordination
+from xffl.elastic.lighthouse_client import coordination
 
 KINDS: dict[str, dict[str, Any]] = {
     "fedavg": {},

@@ -182,7 +182,7 @@ CELL = """
 import sys
 from datetime import timedelta
 from torch.distributed import TCPStore
-from xffl.elastic.lighthouse import Lighthouse
+from xffl.elastic.lighthouse_client import Lighthouse
 from xffl.elastic.roster import CellRecord
 url, host = sys.argv[1:]
 store = TCPStore(host, 0, None, True, timedelta(seconds=10), False)

@@ -109,7 +109,7 @@ def be_cell(cell: int, case: dict[str, Any], folder: Path, url: str) -> None:
 
 def run(tree: Path, name: str) -> dict[str, dict[str, str]]:
     """Return the digests of a case, by cell and round."""
-    from xffl.elastic.lighthouse import coordination
+    from xffl.elastic.lighthouse_client import coordination
 
     case = CASES[name]
     server = coordination().LighthouseServer(

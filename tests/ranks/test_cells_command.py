@@ -26,7 +26,7 @@ from tests.ports import free_port
 from xffl.cli.main import main
 from xffl.cluster.lighthouse.page import read_lighthouse
 from xffl.cluster.run_token import PROOF_KEY, prove_token
-from xffl.elastic.lighthouse import Lighthouse, coordination
+from xffl.elastic.lighthouse_client import Lighthouse, coordination
 from xffl.elastic.roster import CellRecord
 
 pytestmark = pytest.mark.skipif(find_spec("torchft") is None, reason="needs the extra elastic")

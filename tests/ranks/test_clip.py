@@ -12,7 +12,7 @@ from tests.ranks.test_algorithms import vector
 from tests.ranks.test_protected import Array, build, moved, same_bits
 from tests.ranks.test_round import make_state
 from tests.worlds import run_world
-from xffl.aggregation.algorithms.server import server_of
+from xffl.aggregation.algorithms.server_optimizer import server_of
 from xffl.aggregation.engine.global_model import GlobalModel
 from xffl.aggregation.federations.hierarchical import Level, Levels
 from xffl.errors import ConfigError

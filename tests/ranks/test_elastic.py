@@ -45,11 +45,11 @@ from xffl.distributed.failures import faults
 from xffl.distributed.failures.faults import PHASES, Fault
 from xffl.elastic import federation
 from xffl.elastic.federation import ElasticFederation
-from xffl.elastic.lighthouse import Lighthouse, coordination
+from xffl.elastic.lighthouse_client import Lighthouse, coordination
 from xffl.elastic.roster import CellRecord, Epoch
 from xffl.journal.folder import JournalFolder
 from xffl.journal.records import JournalUnreachable, make_id
-from xffl.journal.rule import Member, attempt_of
+from xffl.journal.who_continues import Member, attempt_of
 
 pytestmark = pytest.mark.skipif(find_spec("torchft") is None, reason="needs the extra elastic")
 

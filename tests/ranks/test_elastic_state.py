@@ -21,7 +21,7 @@ from xffl.distributed import ElasticParameters
 from xffl.distributed.parameters import DeviceParameters
 from xffl.journal.folder import JournalFolder
 from xffl.journal.records import RoundRecord, VoidRecord, make_id
-from xffl.journal.rule import recover_record
+from xffl.journal.who_continues import recover_record
 
 
 def play(model: nn.Module, rounds: ElasticAggregator, cell: int, until: int) -> None:

@@ -36,7 +36,7 @@ ROOT = Path(__file__).parents[2]
 
 @contextmanager
 def serving_lighthouse() -> Iterator[str]:
-    from xffl.elastic.lighthouse import coordination
+    from xffl.elastic.lighthouse_client import coordination
 
     server = coordination().LighthouseServer(
         bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=20000, quorum_tick_ms=100, heartbeat_timeout_ms=2000

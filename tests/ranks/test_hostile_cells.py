@@ -21,7 +21,7 @@ from tests.ports import free_port
 from tests.processes import give_way
 from tests.ranks.test_elastic import ROUNDS, Plan, Told, check_alike, journal, member, start_lighthouse  # noqa: F401
 from tests.worlds import run_world
-from xffl.elastic.lighthouse import LONGEST_RECORD, Lighthouse, NotOwnRecord, Register, coordination
+from xffl.elastic.lighthouse_client import LONGEST_RECORD, Lighthouse, NotOwnRecord, Register, coordination
 from xffl.elastic.roster import CellRecord
 
 pytestmark = pytest.mark.skipif(find_spec("torchft") is None, reason="needs the extra elastic")

@@ -28,7 +28,7 @@ from tests.ranks.test_strategies import CASES, configure
 from tests.rows import some_of
 from tests.worlds import WorldError
 from xffl.aggregation.algorithms.registry import make
-from xffl.aggregation.algorithms.server import server_of
+from xffl.aggregation.algorithms.server_optimizer import server_of
 from xffl.aggregation.bench import Effort, measure
 from xffl.aggregation.engine import transport
 from xffl.aggregation.engine.buffers import BucketMemory

@@ -17,7 +17,7 @@ from tests.chaos.oracle_cell import save_model
 from tests.chaos.oracle_draws import PARTS, SLOTS, Draw, draw
 from xffl.journal.folder import JournalFolder
 from xffl.journal.records import RoundRecord, make_id
-from xffl.journal.rule import Member, attempt_of
+from xffl.journal.who_continues import Member, attempt_of
 
 
 @pytest.mark.skipif(find_spec("torchft") is None, reason="needs the extra elastic")

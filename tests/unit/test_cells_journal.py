@@ -13,8 +13,8 @@ from tests.unit.test_lighthouse_page import FULL, served
 from xffl.cli.main import main
 from xffl.journal.folder import JournalFolder
 from xffl.journal.records import ForgetRecord, Record, Start, StartRecord, make_id
-from xffl.journal.rule import recover_record
 from xffl.journal.service import JournalService
+from xffl.journal.who_continues import recover_record
 
 TOKEN = "the token of this run"
 

@@ -23,8 +23,8 @@ from xffl.journal.records import (
     RoundRecord,
     VoidRecord,
 )
-from xffl.journal.rule import Continue, Fate, Wait, forget_of, recover_record
 from xffl.journal.service import JournalService, RemoteJournal
+from xffl.journal.who_continues import Continue, Fate, Wait, forget_of, recover_record
 
 TOKEN = b"a token of the run"
 

@@ -23,7 +23,7 @@ from xffl.journal.records import (
     StartRecord,
     VoidRecord,
 )
-from xffl.journal.rule import Continue, Fate, History, Holding, Member, Recovery, Wait, void_of
+from xffl.journal.who_continues import Continue, Fate, History, Holding, Member, Recovery, Wait, void_of
 
 # Each condition is needed ---------------------------------------------------------------------------------------------
 

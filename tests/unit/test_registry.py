@@ -18,7 +18,7 @@ from xffl.aggregation.algorithms.combiners import Coordinatewise, Mean
 from xffl.aggregation.algorithms.every_steps import EverySteps
 from xffl.aggregation.algorithms.registry import KINDS, AlgorithmInfo, entries, find, make, read_spec, resolve_algorithm
 from xffl.aggregation.algorithms.schedules import PerCell, Warmup
-from xffl.aggregation.algorithms.server import NamedSchedule, ServerOptimizer
+from xffl.aggregation.algorithms.server_optimizer import NamedSchedule, ServerOptimizer
 from xffl.aggregation.algorithms.server_rules import SGD, AdamW, Adaptive
 from xffl.aggregation.federated_scaling import FederatedScaling
 from xffl.errors import ConfigError

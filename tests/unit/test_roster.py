@@ -23,7 +23,7 @@ from xffl.journal.records import (
     StartRecord,
     VoidRecord,
 )
-from xffl.journal.rule import Fate, History, Holding
+from xffl.journal.who_continues import Fate, History, Holding
 
 RUN = "f" * 32
 CELLS = 3

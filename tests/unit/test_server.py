@@ -21,7 +21,13 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 
 from xffl.aggregation.algorithms import server_rules
 from xffl.aggregation.algorithms.combiners import Mean
-from xffl.aggregation.algorithms.server import SavedServer, ServerOptimizer, read_saved_server, server_of, take_step
+from xffl.aggregation.algorithms.server_optimizer import (
+    SavedServer,
+    ServerOptimizer,
+    read_saved_server,
+    server_of,
+    take_step,
+)
 from xffl.aggregation.algorithms.server_rules import Adaptive
 from xffl.aggregation.options import Options
 from xffl.errors import CheckpointError, ConfigError
@@ -691,7 +697,7 @@ SPECS = ["fedadam", "fedadam:lr=0.2", "fedyogi", "AdamW", "adamw:amsgrad=true"]
 def test_the_text_is_the_same_in_other_processes_and_tells_options_apart() -> None:
     code = (
         "import sys, torch\n"
-        "from xffl.aggregation.algorithms.server import ServerOptimizer, server_of\n"
+        "from xffl.aggregation.algorithms.server_optimizer import ServerOptimizer, server_of\n"
         "from xffl.aggregation.algorithms.server_rules import SGD\n"
         "from xffl.naming import Writer\n"
         f"texts = [str(server_of(spec, writer=Writer.USER)) for spec in {SPECS!r}]\n"

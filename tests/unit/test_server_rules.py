@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xffl.aggregation.algorithms import server_schedules
-from xffl.aggregation.algorithms.server import server_of, take_step
+from xffl.aggregation.algorithms.server_optimizer import server_of, take_step
 from xffl.aggregation.algorithms.server_rules import RULES, SGD, Adagrad, Adam, AdamW, Adaptive, ServerRule
 from xffl.aggregation.arithmetic import CHUNK
 from xffl.aggregation.elementary import ElementaryOnly

@@ -14,7 +14,7 @@ from torch import nn
 from torch.profiler import record_function
 
 from xffl.aggregation.algorithms.combiners import Combiner
-from xffl.aggregation.algorithms.server import ServerOptimizer
+from xffl.aggregation.algorithms.server_optimizer import ServerOptimizer
 from xffl.aggregation.algorithms.server_rules import ServerRule
 from xffl.aggregation.arithmetic import flushes_subnormals
 from xffl.aggregation.compression import Codec
@@ -113,7 +113,7 @@ class Aggregator:
         median) keeps all cells' shards on each sender, ``C`` copies.
     :param server: The server (outer) optimizer, which gets ``global - mean`` (the pseudo-gradient) as its gradient: a
         name (``fedadam:lr=0.03``, ``adamw:lr=0.1``), a mapping, a
-        :class:`~xffl.aggregation.algorithms.server.ServerOptimizer`, or a
+        :class:`~xffl.aggregation.algorithms.server_optimizer.ServerOptimizer`, or a
         :class:`~xffl.aggregation.algorithms.server_rules.ServerRule` of your own. With it, each rank keeps the last
         agreed values of what it holds in fp32, and the rule's state. The model must be the same in all cells when the
         Aggregator is made.

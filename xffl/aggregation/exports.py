@@ -20,7 +20,7 @@ from torch import nn
 from xffl import __version__
 from xffl.aggregation.algorithms.combiners import Combiner
 from xffl.aggregation.algorithms.registry import find_algorithm, is_builtin, make, parts_of_algorithm, read_spec
-from xffl.aggregation.algorithms.server import PLAIN_MEAN
+from xffl.aggregation.algorithms.server_optimizer import PLAIN_MEAN
 from xffl.aggregation.arithmetic import weighted_mean
 from xffl.aggregation.engine.decision.consensus import checked_number, checked_weight
 from xffl.aggregation.engine.planning.tensors import Manifest, Pattern

@@ -465,7 +465,7 @@ class FederatedScaling:
             self._copy_watch = CopyWatch()
             observers.append(self._copy_watch)
         if self._state_of_cells is not None and may_be_wrapped(self._bare_model):
-            from xffl.aggregation.steps.outer_wrappers import WrapperWatch
+            from xffl.aggregation.steps.ddp_over_cells import WrapperWatch
 
             wrapper_watch = WrapperWatch(self._bare_model, self._state_of_cells)
             self._handles.append(wrapper_watch.handle)

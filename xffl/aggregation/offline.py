@@ -22,7 +22,7 @@ import torch
 
 from xffl.aggregation.algorithms.combiners import Combiner, Coordinatewise, total_of
 from xffl.aggregation.algorithms.registry import make
-from xffl.aggregation.algorithms.server import (
+from xffl.aggregation.algorithms.server_optimizer import (
     SavedServer,
     ServerOptimizer,
     read_saved_server,

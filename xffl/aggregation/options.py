@@ -12,7 +12,7 @@ import torch
 
 from xffl.aggregation.algorithms.combiners import Combiner, Coordinatewise, Mean, WeightedCombiner
 from xffl.aggregation.algorithms.registry import make
-from xffl.aggregation.algorithms.server import ServerOptimizer, server_of
+from xffl.aggregation.algorithms.server_optimizer import ServerOptimizer, server_of
 from xffl.aggregation.privacy import Privacy, SecureSum
 from xffl.checks import integer, number, one_of
 from xffl.costs import FORMS

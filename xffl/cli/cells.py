@@ -141,7 +141,7 @@ class _JournalReader:
     """The journal of a run as somebody outside reads it, record after record."""
 
     def __init__(self, place: str) -> None:
-        from xffl.journal.rule import History
+        from xffl.journal.who_continues import History
 
         self._place = place
         self._history = History()
@@ -162,7 +162,7 @@ class _JournalReader:
     def forget(self, cell: int) -> str:
         """Publish the record that forgets what a cell holds; tell what follows from it."""
         from xffl.journal.records import MOST_CELLS
-        from xffl.journal.rule import forget_of
+        from xffl.journal.who_continues import forget_of
 
         journal = self._read(_FORGET_S)
         if not self._history.has_cell(cell) and not self._history.is_recovered:

@@ -126,7 +126,7 @@ def _serve_journal(options: Namespace, served: ExitStack, *, host: str, port: in
 def _recover(journal: JournalFolder) -> None:
     """Begin a journal that takes the place of a lost one; it may have begun so before."""
     from xffl.journal.records import RecoverRecord
-    from xffl.journal.rule import recover_record
+    from xffl.journal.who_continues import recover_record
 
     standing = journal.put(recover_record())
     if not isinstance(standing, RecoverRecord):

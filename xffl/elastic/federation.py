@@ -36,7 +36,7 @@ from xffl.distributed.several_worlds.cross_world import CrossWorldGroup
 from xffl.distributed.startup.stores import serve_store
 from xffl.elastic.answers import Answers, ask_store, knock
 from xffl.elastic.arrivals import Arrivals, may_still_come
-from xffl.elastic.lighthouse import Lighthouse, Meeting
+from xffl.elastic.lighthouse_client import Lighthouse, Meeting
 from xffl.elastic.rank_meeting import await_ranks, connect_store, keys_of_group
 from xffl.elastic.roster import (
     CellRecord,
@@ -59,7 +59,7 @@ from xffl.errors import (
 from xffl.journal.cell import CellJournal
 from xffl.journal.place import cells_command
 from xffl.journal.records import JournalUnreachable, Record, RoundRecord
-from xffl.journal.rule import Fate, Holding
+from xffl.journal.who_continues import Fate, Holding
 from xffl.topology import Topology, cells_text
 
 __all__ = ["ElasticFederation", "RoundEnd"]

@@ -9,12 +9,12 @@ epoch
     The cells that have met for a round, and the round whose model they start from (its base). A member that does not
     hold that model is behind: it takes over the round's result and contributes nothing.
 
-**The rule** is that of :mod:`xffl.journal.rule`, where its proof stands. The newest round of the journal is the run's
-model. If a cell here holds it, the cells here continue from it, however few they are; if none does, they wait for those
-of its cells that are not here and may hold it. What each cell knows at a meeting may differ: one may have read a record
-that another has not. So a meeting decides by the records up to the largest number that any of its members has told,
-which all of them have read then. The round that follows tries the next number. If a record stands there already, the
-round is not taken, and the cells that have seen it tell its number at the next meeting.
+**The rule** is that of :mod:`xffl.journal.who_continues`, where its proof stands. The newest round of the journal is
+the run's model. If a cell here holds it, the cells here continue from it, however few they are; if none does, they wait
+for those of its cells that are not here and may hold it. What each cell knows at a meeting may differ: one may have
+read a record that another has not. So a meeting decides by the records up to the largest number that any of its members
+has told, which all of them have read then. The round that follows tries the next number. If a record stands there
+already, the round is not taken, and the cells that have seen it tell its number at the next meeting.
 
 Two more conditions are no part of that rule, because a run cannot go wrong without them:
 
@@ -38,7 +38,7 @@ from xffl.cluster.runtimes import Runtime
 from xffl.costs import EXCHANGE_FORMAT, format_refusal
 from xffl.errors import ConfigError
 from xffl.journal.records import MOST_CELLS, MOST_RECORDS, ModelId, RoundRecord, make_id, read_held, read_id
-from xffl.journal.rule import History, Member, Recovery, Wait, attempt_of, is_behind, largest_told
+from xffl.journal.who_continues import History, Member, Recovery, Wait, attempt_of, is_behind, largest_told
 from xffl.json_text import parse_json
 from xffl.reading import Fields
 from xffl.topology import cells_text

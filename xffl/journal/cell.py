@@ -1,7 +1,7 @@
 """The journal as one start of a cell's job uses it: what it has read, what it holds, and what it publishes.
 
 One process of the cell has it. A cell reads the journal before it loads a checkpoint, so that it notices if another job
-of the same cell has begun since (:meth:`~xffl.journal.rule.History.is_superseded`).
+of the same cell has begun since (:meth:`~xffl.journal.who_continues.History.is_superseded`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from xffl.journal.records import (
     VoidRecord,
     make_id,
 )
-from xffl.journal.rule import History, Holding, Member, largest_told, void_of
+from xffl.journal.who_continues import History, Holding, Member, largest_told, void_of
 
 __all__ = ["CellJournal"]
 

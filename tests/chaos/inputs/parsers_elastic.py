@@ -21,12 +21,12 @@ from tests.journal_records import BASE, RECORDS, ROUND, RUN
 from xffl.aggregation.federations.hand_over import read_hand_over, write_hand_over
 from xffl.distributed.replicas.plain_values import to_plain
 from xffl.distributed.replicas.replica_transport import NONCE_BYTES, ShardTransport
-from xffl.elastic.lighthouse import NotOwnRecord, Register
+from xffl.elastic.lighthouse_client import NotOwnRecord, Register
 from xffl.elastic.roster import CellRecord, form_epoch
 from xffl.errors import ConfigError
 from xffl.journal import records as journal
 from xffl.journal.records import ModelId, next_lineage, record_text
-from xffl.journal.rule import History, Member
+from xffl.journal.who_continues import History, Member
 
 TOKEN = b"the token of all of them"
 OWN = CellRecord(

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from tests.chaos.inputs.parser import Form, Parser, command
-from xffl.aggregation.algorithms.server import read_saved_server, server_of
+from xffl.aggregation.algorithms.server_optimizer import read_saved_server, server_of
 from xffl.aggregation.exports import RoundPlan, export_cell, is_written, load_global, read_global
 from xffl.aggregation.offline import aggregate_exports
 from xffl.aggregation.privacy import Accountant, Privacy

@@ -67,7 +67,7 @@ _BASES: Mapping[str, tuple[str, ...]] = {
 _TITLES = {"server_schedule": "server schedule"}
 """Names of kinds in messages, where they differ"""
 
-_BESIDE = {"server": "xffl.aggregation.algorithms.server.ServerOptimizer"}
+_BESIDE = {"server": "xffl.aggregation.algorithms.server_optimizer.ServerOptimizer"}
 """By kind, the class that wraps the object: a spec may also have its options, except the first"""
 
 _LEADING = {"server_schedule": 2}
@@ -140,10 +140,10 @@ def make(kind: str, spec: object, *, writer: Writer) -> Any:
         return resolve_algorithm(spec, writer=writer)
     if kind == "server":
         # The server's module needs torch, and reads this one.
-        server_of = import_named("xffl.aggregation.algorithms.server.server_of", kind, writer=Writer.USER)
+        server_of = import_named("xffl.aggregation.algorithms.server_optimizer.server_of", kind, writer=Writer.USER)
         return server_of(spec, writer=writer)
     if kind == "server_schedule":
-        schedule_of = import_named("xffl.aggregation.algorithms.server.schedule_of", kind, writer=Writer.USER)
+        schedule_of = import_named("xffl.aggregation.algorithms.server_optimizer.schedule_of", kind, writer=Writer.USER)
         return schedule_of(spec, writer)
     if not isinstance(spec, (str, Mapping)):
         return _checked_instance(kind, spec)

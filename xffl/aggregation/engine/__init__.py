@@ -44,7 +44,7 @@ plain round has neither, and goes through none of these files:
 - ``decision.inconsistent_model``: this mark, which a model gets where a rank could not know what became of a round.
 - ``decision.elastic_votes``: votes between cells that are worlds of their own, where a round may be in doubt.
 - ``decision.unlike_votes``: what is wrong where ranks are in different rounds.
-- ``decision.faulty_votes``: votes in which this process ends, for tests of what the others do then.
+- ``decision.injected_faults``: votes in which this process ends, for tests of what the others do then.
 - ``cell``: the mean of buffers over the ranks of a cell.
 - ``arena``: memory for new values that aggregators use one behind the other, where cells come and go.
 - ``gpu_memory``: buffers on both sides, where values cross in the host's memory beside a GPU.

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from xffl.aggregation.algorithms.server import SavedServer, read_saved_server, take_step
+from xffl.aggregation.algorithms.server_optimizer import SavedServer, read_saved_server, take_step
 from xffl.aggregation.arithmetic import piece_length, wide_type
 from xffl.aggregation.engine.buffers import Layout
 from xffl.aggregation.engine.named import named_pieces

@@ -45,7 +45,7 @@ from xffl.elastic.federation import ElasticFederation, RoundEnd
 from xffl.elastic.roster import Epoch
 from xffl.errors import CheckpointError, ConfigError, MeetingLeft, RoundError, StateError, XfflError
 from xffl.journal.records import RoundRecord, read_record, record_text
-from xffl.journal.rule import Fate
+from xffl.journal.who_continues import Fate
 
 __all__ = ["ElasticAggregator"]
 

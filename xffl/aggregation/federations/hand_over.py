@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from xffl.aggregation.algorithms.server import read_saved_server
+from xffl.aggregation.algorithms.server_optimizer import read_saved_server
 from xffl.checkpoint.torch_files import load_archive
 from xffl.checks import shown
 from xffl.errors import RoundError

@@ -14,7 +14,7 @@ from xffl.aggregation.engine.decision.consensus import (
     RoundPhase,
     cell_weights,
 )
-from xffl.aggregation.engine.decision.faulty_votes import FaultyVoteTree
+from xffl.aggregation.engine.decision.injected_faults import FaultyVoteTree
 from xffl.aggregation.engine.exchange import Exchange, RoundRun
 from xffl.aggregation.engine.groups import RoundScope
 from xffl.aggregation.engine.planning.transfers import RoundContext
