@@ -50,7 +50,7 @@ def meshes_of_cell(state: DistributedState) -> dict[str, DeviceMesh]:
     shape = dict(topology.cell_shape)
     known = prod(size for size in shape.values() if size != -1)
     sizes = [topology.sizes[cell] // known if size == -1 else size for size in shape.values()]
-    table = torch.tensor(topology.federation(cell), device="cpu").view(sizes)
+    table = torch.tensor(topology.federation(cell), dtype=torch.int64, device="cpu").view(sizes)
     at = (table == rank).nonzero()[0].tolist()
     groups = []
     for place, axis in enumerate(shape):
