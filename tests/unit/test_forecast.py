@@ -246,8 +246,7 @@ def test_more_is_never_faster(topology: Topology, options: dict[str, Any], facto
     """What is slower, farther or larger takes longer.
 
     With gloo, a longer way can let a receiver's word leave just before a bucket instead of behind it: there, and only
-    there, the forecast may gain. The most that was seen is 1.2 %: four cells of three ranks, a latency of 10.9 ms for
-    10, two fragments, buckets of 64 MiB.
+    there, the forecast may gain.
     """
     rate, latency = 10.0, 0.01
     told = forecast(topology, **options)
@@ -255,7 +254,7 @@ def test_more_is_never_faster(topology: Topology, options: dict[str, Any], facto
     farther = forecast(topology, **{**options, "link": Link(rate, latency * factor)})
     larger = forecast(topology, **{**options, "parameters": 1e9 * factor})
     is_gloo = options["backend"] == "gloo"
-    for more, slack in ((slower, 0.01), (larger, 0.01), (farther, 0.03)):
+    for more, slack in ((slower, 0.01), (larger, 0.01), (farther, 0.01)):
         assert more.seconds >= told.seconds * (1 - (slack if is_gloo else 1e-9))
 
 
