@@ -275,7 +275,7 @@ def test_more_is_never_faster(topology: Topology, options: dict[str, Any], facto
     slower = forecast(topology, **{**options, "link": Link(rate / factor, latency)})
     farther = forecast(topology, **{**options, "link": Link(rate, latency * factor)})
     larger = forecast(topology, **{**options, "link": Link(rate, latency), "parameters": 1e9 * factor})
-    slack = 2e-3 if options["backend"] == "gloo" else 1e-9
+    slack = 0.01 if options["backend"] == "gloo" else 1e-9
     for more in (slower, larger, farther):
         assert more.seconds >= told.seconds * (1 - slack)
 

@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
 from typing import NamedTuple
 
 from xffl.checks import integer, number, one_of
@@ -38,8 +36,8 @@ HOME_LAG = 2
 """Buckets after which a broadcast inside a cell is waited for."""
 CODING = 4
 """Passes over values that take as long as encoding or decoding them."""
-UNCERTAIN_BUCKETS = 2
-"""Times of a bucket on the link by which ranks, which do not keep in step, may be sooner or later than computed."""
+LATE = 4
+"""Times of a bucket on the link by which a rank may be later than the one that is simulated."""
 ROUNDING = 1e-9
 """A pause that is a smaller share of the link's busy time is a rounding error."""
 BACKWARD_SHARE = 2 / 3
@@ -49,9 +47,9 @@ ASSUMPTIONS = (
     "rates are what a payload gets; latencies are one way, half of what ping shows",
     "the slow link of a cell is full-duplex and shared evenly by its senders, unless each of them has its own",
     "gloo: a bucket crosses once its receiver has said that it is ready, and that message queues behind the receiver's "
-    "own data, where buckets allowed within two bucket times of it come before it or after it by chance; it is sent "
-    "some buckets ahead, in the second of two hops with the bucket while others cross; nccl: a bucket is sent at once, "
-    "four at a time",
+    "own data, of which what is allowed up to four bucket times later is in front of it by chance; it is sent some "
+    "buckets ahead, in the second of two hops with the bucket while others cross; nccl: a bucket is sent at once, four "
+    "at a time",
     "inside a cell one bucket after another is broadcast along a binomial tree, while the next two are combined",
     "values are checked before the first vote and, with atomic, written after the second; combining reads the values "
     "of each cell once; all of it at the memory's rate, coding at a quarter of it",
@@ -337,6 +335,7 @@ class _Route:
             hops=hops,
             combine=combine,
             latency=self.link.latency_s,
+            late=LATE * max(hops, default=0.0),
             is_asked=self.is_asked,
             home=self.home.seconds(bucket * depth * (replicas if self.rails else 1)),
             home_latency=self.home.latency_s * depth,
@@ -445,6 +444,8 @@ class Stages(NamedTuple):
     """Of the network inside the cell; 0 where there is no other replica."""
     home_latency: float
     """Until the last replica has the last byte."""
+    late: float = 0.0
+    """By which ranks may be later than the one that is simulated, when they say that they are ready."""
 
 
 class Pace(NamedTuple):
@@ -476,11 +477,9 @@ class _Wire:
     def __init__(self, stages: Stages) -> None:
         self._latency = stages.latency
         self._is_asked = stages.is_asked
-        self._uncertainty = UNCERTAIN_BUCKETS * max(stages.hops, default=0.0)
+        self._late = stages.late
         self._waiting: list[tuple[float, int, float]] = []
         self._ends: list[float] = []
-        self._left: deque[tuple[float, float]] = deque([(-math.inf, 0.0)])
-        """When a bucket was allowed to go, and when the link was free again after it; the latest ones."""
         self.first = math.inf
         self.free = 0.0
 
@@ -488,24 +487,21 @@ class _Wire:
         """Return when the sender hears that its receiver is ready.
 
         That message shares a connection with the receiver's own data: it waits behind all that was allowed before.
-        A bucket that is allowed at nearly the same time comes before it or after it by chance, so the mean is taken
-        over what has been allowed by then within an uncertainty. By the exact time all words of a long round could be
-        just ahead of a bucket, or just behind, and a longer way could make a round 9 % shorter.
+        Ranks do not keep in step, so buckets that are allowed shortly afterwards may be in front of it, too: the mean
+        is taken over its coming later by up to ``Stages.late``. By the exact time all messages of a long round
+        could be just ahead of a bucket, or just behind, and a longer way could make a round 9 % shorter.
         """
         if not self._is_asked:
             return now
         self._move(now)
-        if not self._uncertainty:
+        if not self._late:
             return max(now, self.free) + self._latency
-        start, end = now - self._uncertainty, now + self._uncertainty
-        while len(self._left) > 1 and self._left[1][0] <= start:
-            self._left.popleft()
-        total, free = 0.0, self._left[0][1]
-        for allowed, free_after in [*islice(self._left, 1, None), *self._next_until(end)]:
+        total, start, free, end = 0.0, now, self.free, now + self._late
+        for allowed, free_after in self._next_until(end):
             total += (allowed - start) * max(now, free)
             start, free = allowed, free_after
         total += (end - start) * max(now, free)
-        return total / (2 * self._uncertainty) + self._latency
+        return total / self._late + self._latency
 
     def _next_until(self, until: float) -> Iterator[tuple[float, float]]:
         """Yield of each bucket that will be allowed by then: when, and when the link will be free after it."""
@@ -535,7 +531,6 @@ class _Wire:
             start = max(self.free, allowed)
             self.first = min(self.first, start)
             self.free = self._ends[number] = start + seconds
-            self._left.append((allowed, self.free))
 
 
 def simulate(stages: Stages, buckets: int, last: float, pace: Pace) -> Course:
