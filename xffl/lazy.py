@@ -29,7 +29,7 @@ def lazy_names(package: str, **more: str) -> tuple[Callable[[str], object], Call
     def getattr_of_package(name: str) -> object:
         if name in homes:
             return getattr(import_module(homes[name]), name)
-        if not name.startswith("_") and find_spec(f"{package}.{name}") is not None:
+        if name.isidentifier() and not name.startswith("_") and find_spec(f"{package}.{name}") is not None:
             return import_module(f"{package}.{name}")
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
