@@ -156,6 +156,14 @@ def test_rooms_without_torch_load_none() -> None:
     assert int(run_without(("torch", "matplotlib", "mpi4py"), code)) > len(modules)
 
 
+def test_modules_of_the_package_are_there_whatever_was_imported_before() -> None:
+    """In an isolated cell nothing had imported what a script of the manual names as ``xffl.aggregation``."""
+    names = ["xffl.aggregation.ExpertTokens", "xffl.training.main", "xffl.planning.Link", "xffl.topology.Topology"]
+    told = run_without((), f"import xffl\nprint({', '.join(f'{name}.__name__' for name in names)})")
+    assert told.split() == ["ExpertTokens", "main", "Link", "Topology"]
+    assert not hasattr(xffl, "no_such_module") and not hasattr(xffl, "_no_such_module")
+
+
 def test_the_errors_are_the_tree_of_their_docstring() -> None:
     tree = re.findall(r"^ +[├└]── (\w+) +\((\w+)\)", str(xffl.errors.__doc__), re.MULTILINE)
     assert {name for name, _ in tree} | {"XfflError"} == set(xffl.errors.__all__)
