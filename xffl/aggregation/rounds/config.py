@@ -15,7 +15,6 @@ from xffl.aggregation.algorithms.clients import Client, set_up
 from xffl.aggregation.algorithms.every_steps import EverySteps, Schedule, schedule_of
 from xffl.aggregation.engine.weights.weight_keepers import may_be_cut
 from xffl.aggregation.federations.hierarchical import Levels
-from xffl.aggregation.options import check_merge
 from xffl.aggregation.steps.step_observers import are_plain
 from xffl.aggregation.steps.wrapped_optimizers import unwrap
 from xffl.checks import integer
@@ -32,8 +31,10 @@ __all__ = [
     "RoundConfig",
     "aggregator_options",
     "check_stepped",
+    "parse_arguments",
+    "parse_delay",
+    "parse_moments",
     "parse_round_config",
-    "validate_round_config",
 ]
 
 
@@ -87,7 +88,7 @@ def parse_round_config(
         from xffl.aggregation.rounds.config_features import check_given
 
         check_given(asked, aggregator, model)
-    config = _parse(asked)
+    config = parse_arguments(asked)
     if not counted and (config.client is not None or config.moments is not None):
         from xffl.aggregation.rounds.config_features import refuse_without_optimizers
 
@@ -104,31 +105,8 @@ def parse_round_config(
     return replace(config, optimizers=tuple(counted))
 
 
-def validate_round_config(asked: RoundArguments) -> None:
-    """Check the arguments of :func:`parse_round_config` that a configuration holds, before there is a model; local.
-
-    An algorithm's options, and how they go with the rest, are left to that function: to make an algorithm's server
-    optimizer takes slow imports.
-    """
-    if asked.algorithm is None:
-        _parse(asked)
-        return
-    from xffl.aggregation.rounds.config_features import check_keywords
-
-    entry, _ = registry.find_algorithm(asked.algorithm)
-    schedule = schedule_of(entry.scaling.get("every") if asked.every is None else asked.every)
-    assert isinstance(asked.aggregator, Mapping), "a configuration makes no aggregator"
-    check_keywords(asked.aggregator)
-    if asked.delay is not None:
-        _parse_delay(asked.delay, schedule)
-    check_merge(asked.alpha)
-    _parse_moments(asked.moments, asked.aggregator)
-    if asked.client is not None:
-        registry.make("client", asked.client, writer=Writer.USER)
-
-
-def _parse(asked: RoundArguments) -> RoundConfig:
-    """Parse what needs neither a model nor the cells."""
+def parse_arguments(asked: RoundArguments) -> RoundConfig:
+    """Parse what needs neither a model nor the cells; local."""
     aggregator, algorithm = asked.aggregator, asked.algorithm
     options, preset = ({}, {}) if algorithm is None else registry.resolve_algorithm(algorithm, writer=Writer.USER)
     schedule = schedule_of(preset.get("every") if asked.every is None else asked.every)
@@ -145,9 +123,9 @@ def _parse(asked: RoundArguments) -> RoundConfig:
         if asked.client is None
         else registry.make("client", asked.client, writer=Writer.USER),
         options=options,
-        delay=_parse_delay(preset.get("delay", 0) if asked.delay is None else asked.delay, schedule),
+        delay=parse_delay(preset.get("delay", 0) if asked.delay is None else asked.delay, schedule),
         alpha=preset.get("alpha") if asked.alpha is None else asked.alpha,
-        moments=_parse_moments(preset.get("moments") if asked.moments is None else asked.moments, options),
+        moments=parse_moments(preset.get("moments") if asked.moments is None else asked.moments, options),
     )
     if config.delay or config.alpha is not None or config.client is not None or schedule.has_threshold:
         from xffl.aggregation.rounds.config_features import check_features
@@ -182,8 +160,8 @@ def check_stepped(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         )
 
 
-def _parse_moments(spec: object, options: Mapping[str, Any]) -> Moments | None:
-    """Return what rounds do with what optimizers keep beside the parameters."""
+def parse_moments(spec: object, options: Mapping[str, Any]) -> Moments | None:
+    """Return what rounds do with what optimizers keep beside the parameters; local."""
     if spec is None:
         return None
     from xffl.aggregation.rounds.config_features import read_moments
@@ -191,8 +169,8 @@ def _parse_moments(spec: object, options: Mapping[str, Any]) -> Moments | None:
     return read_moments(spec, options)
 
 
-def _parse_delay(delay: object, schedule: Schedule) -> int:
-    """Return the delay, which must end before the next round is due."""
+def parse_delay(delay: object, schedule: Schedule) -> int:
+    """Return the delay, which must end before the next round is due; local."""
     most = schedule.every - 1 if isinstance(schedule, EverySteps) else None
     return integer("delay", delay, 0, most, hint="give local steps, fewer than every")
 
