@@ -29,7 +29,7 @@ plain round has neither, and goes through none of these files:
 
 - ``stages``: the first round's comparison, codecs, masks, privacy, norms, moments of optimizers, weights of single
   tensors, the step of the global model; combiners that compare whole models; the model of one cell handed over to all.
-- ``stages.unequal_replicas``: which ranks of a cell differ, where a first round finds that some do.
+- ``alike.unequal_replicas``: which ranks of a cell differ, where a first round finds that some do.
 - ``alike.rank_differences``: what is told where ranks have unequal models, or compute unequal values.
 - ``several_worlds.compared_at_once``: what ranks of new groups, between cells that are worlds of their own,
   compare in one message.
