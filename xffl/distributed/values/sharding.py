@@ -23,11 +23,22 @@ __all__ = [
     "from_bytes",
     "local_tensor",
     "sharded_parameters",
+    "without_wrappers",
 ]
 
 
 WRAPPERS = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module"})
 """Parts of names that DDP, torch.compile and activation checkpointing insert."""
+
+
+def without_wrappers(model: nn.Module) -> nn.Module:
+    """Take DDP and torch.compile off a model."""
+    while True:
+        inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+        inner = getattr(inner, "_orig_mod", inner)
+        if inner is model or not isinstance(inner, nn.Module):
+            return model
+        model = inner
 
 
 def reshard(model: nn.Module) -> None:
