@@ -243,7 +243,8 @@ class CellStream(Iterable[Any]):
         :param state: What :meth:`state_dict` returned on a rank of this cell.
         :raises ConfigError: if it is of another stream or other steps than this one's.
         """
-        check_identity("stream", state, self._identity, "epoch", "position", "samples", "stream")
+        names = ("epoch", "position", "samples", "stream")
+        check_identity("stream", state, self._identity, *names, of_steps=("ranks", "batch_size"))
         position, samples = (integer(name, state[name], 0) for name in ("position", "samples"))
         self.set_epoch(state["epoch"])
         self._position = position
