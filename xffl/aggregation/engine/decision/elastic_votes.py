@@ -22,7 +22,7 @@ from xffl.aggregation.engine.groups import RoundScope
 from xffl.aggregation.engine.planning.transfers import RoundContext
 from xffl.aggregation.engine.stages.agreed import AgreedModel
 from xffl.aggregation.engine.stages.hand_over import HandOver
-from xffl.aggregation.engine.stages.unequal_replicas import ReplicasDiffer
+from xffl.aggregation.engine.alike.unequal_replicas import ReplicasDiffer
 from xffl.aggregation.engine.voting.votes import RoundStatus, Seal, VotePhase, VoteTree
 from xffl.aggregation.options import Options
 from xffl.costs import MOST_IN_TABLES
