@@ -93,17 +93,17 @@ def test_what_readers_see_is_what_is_loaded() -> None:
         assert getattr(importlib.import_module(module), name) is getattr(xffl, name)
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_every_public_name_exists_and_is_documented(name: str) -> None:
-    module = importlib.import_module(name)
-    assert module.__doc__, f"{name} has no docstring"
-    for public in getattr(module, "__all__", ()):
-        value = getattr(module, public)
-        is_alias = isinstance(value, types.GenericAlias)  # a class for Python 3.10
-        if not is_alias and (inspect.isclass(value) or inspect.isroutine(value)):
-            assert value.__doc__, f"{name}.{public} has no docstring"
-        else:
-            assert public in documented_data(module.__file__), f"no string below {name}.{public} says what it is"
+def test_every_public_name_exists_and_is_documented() -> None:
+    for name in MODULES:
+        module = importlib.import_module(name)
+        assert module.__doc__, f"{name} has no docstring"
+        for public in getattr(module, "__all__", ()):
+            value = getattr(module, public)
+            is_alias = isinstance(value, types.GenericAlias)  # a class for Python 3.10
+            if not is_alias and (inspect.isclass(value) or inspect.isroutine(value)):
+                assert value.__doc__, f"{name}.{public} has no docstring"
+            else:
+                assert public in documented_data(module.__file__), f"no string below {name}.{public} says what it is"
 
 
 def documented_data(path: str | None) -> set[str]:
@@ -120,10 +120,9 @@ def documented_data(path: str | None) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_every_module_says_what_is_public(name: str) -> None:
-    module = importlib.import_module(name)
-    assert hasattr(module, "__path__") or module.__all__
+def test_every_module_says_what_is_public() -> None:
+    modules = map(importlib.import_module, MODULES)
+    assert [one.__name__ for one in modules if not hasattr(one, "__path__") and not getattr(one, "__all__", ())] == []
 
 
 # What is loaded -------------------------------------------------------------------------------------------------------
@@ -471,12 +470,14 @@ def _run_at_import(node: ast.AST) -> Iterator[ast.AST]:
             yield from _run_at_import(child)
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_no_module_keeps_the_environment_that_was_there_at_its_import(path: Path) -> None:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    lines = [part.lineno for part in _run_at_import(tree) if isinstance(part, ast.expr) and "os.environ" in _name(part)]
-    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module == "os"]
-    assert lines == [] and not any(alias.name == "environ" for node in imports for alias in node.names), "take ENVIRON"
+def test_no_module_keeps_the_environment_that_was_there_at_its_import() -> None:
+    for path in SOURCES:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        at_import = (part for part in _run_at_import(tree) if isinstance(part, ast.expr))
+        lines = [part.lineno for part in at_import if "os.environ" in _name(part)]
+        imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module == "os"]
+        names = {alias.name for node in imports for alias in node.names}
+        assert lines == [] and "environ" not in names, f"{path}: take ENVIRON"
 
 
 def _name(node: ast.expr) -> str:
@@ -497,18 +498,17 @@ PRIVATE = {"torch.distributed.tensor._random", "torch.utils._python_dispatch.Tor
 """What has no public way: how torch makes up random numbers for DTensors on GPUs, and what sees every operator."""
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_files_are_named_by_what_they_do_and_use_public_torch(path: Path) -> None:
-    source = path.read_text()
+def test_files_are_named_by_what_they_do_and_use_public_torch() -> None:
     vague = {"utils", "common", "helpers", "custom", "processing"}
-    assert not vague & set(path.relative_to(ROOT).with_suffix("").parts)
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            module = getattr(node, "module", None) or ""
-            names = [f"{module}.{alias.name}".lstrip(".") for alias in node.names]
-            for name in names:
-                is_private = name.startswith("torch") and "._" in name and name not in PRIVATE
-                assert not is_private, f"{name} is private to torch"
+    for path in SOURCES:
+        assert not vague & set(path.relative_to(ROOT).with_suffix("").parts), path
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                module = getattr(node, "module", None) or ""
+                names = [f"{module}.{alias.name}".lstrip(".") for alias in node.names]
+                for name in names:
+                    is_private = name.startswith("torch") and "._" in name and name not in PRIVATE
+                    assert not is_private, f"{path}: {name} is private to torch"
 
 
 def test_only_worlds_and_pretended_gpus_use_private_parts_of_torch() -> None:
@@ -523,12 +523,10 @@ WORKAROUND = re.compile(
 """What only xffl/compat does: calls of the C library, patches of other packages, private names of torch."""
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_workarounds_stand_in_their_room(path: Path) -> None:
-    if path.parent == PACKAGE / "compat":
-        return
-    lines = path.read_text().splitlines()
-    assert [line for line in lines if WORKAROUND.search(line)] == [], "make it a function of xffl/compat, with a test"
+def test_workarounds_stand_in_their_room() -> None:
+    outside = [path for path in SOURCES if path.parent != PACKAGE / "compat"]
+    lines = [f"{path}: {line}" for path in outside for line in path.read_text().splitlines() if WORKAROUND.search(line)]
+    assert lines == [], "make it a function of xffl/compat, with a test"
 
 
 VARIADIC = frozenset({"add_row", "chain", "join", "max", "min", "print", "warning", "zip"})
@@ -564,9 +562,9 @@ def calls_without_names(source: str) -> list[str]:
     return unnamed
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_calls_with_many_arguments_name_them(path: Path) -> None:
-    assert calls_without_names(path.read_text()) == [], "name the arguments"
+def test_calls_with_many_arguments_name_them() -> None:
+    unnamed = [f"{path}, {line}" for path in SOURCES for line in calls_without_names(path.read_text())]
+    assert unnamed == [], "name the arguments"
 
 
 def test_unnamed_arguments_are_found_in_every_kind_of_call() -> None:

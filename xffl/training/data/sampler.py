@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -18,7 +18,7 @@ import numpy.typing as npt
 from torch.utils.data import Sampler
 
 from xffl.checks import integer
-from xffl.errors import ConfigError, StateError
+from xffl.errors import ConfigError, OtherStepsError, StateError
 from xffl.topology import DataPlace
 from xffl.training.data.first_samples import FirstSamples, Meeting
 from xffl.training.data.partition import Partition, index_array
@@ -197,7 +197,7 @@ class CellOrder(Sampler[Drawn]):
         :param state: What :meth:`state_dict` returned on a rank of this cell.
         :raises ConfigError: if the state is of other data, another shuffling, or other steps than this sampler's.
         """
-        check_identity("sampler", state, self._identity(), *EpochPosition.NAMES)
+        check_identity("sampler", state, self._identity(), *EpochPosition.NAMES, of_steps=("samples_a_step",))
         self.at.load_state_dict(state, self.steps)
         self._is_drawn = False
 
@@ -364,16 +364,22 @@ def _indices_of(part: Partition | npt.ArrayLike, cells: int, cell: int) -> Indic
     return indices
 
 
-def check_identity(what: str, state: Mapping[str, Any], mine: Mapping[str, Any], *others: str) -> None:
-    """Raise where a saved state lacks one of the names, or is of other batches than those of this identity."""
+def check_identity(
+    what: str, state: Mapping[str, Any], mine: Mapping[str, Any], *others: str, of_steps: Collection[str] = ()
+) -> None:
+    """Raise where a saved state lacks one of the names, or is of other batches than those of this identity.
+
+    ``of_steps`` are those that other ranks have otherwise. OtherStepsError is raised where nothing else differs.
+    """
     for name in (*others, *mine):
         if name not in state:
             raise ConfigError(f"the {what}'s state lacks {name!r}; give what state_dict returned")
-    for name, value in mine.items():
-        if state[name] != value:
-            raise ConfigError(
-                f"the {what}'s state was saved with {name} {state[name]!r}, but this one has {value!r}; make it as it "
-                f"was, or start epoch {state['epoch']} anew with set_epoch (or experiment.reset: true)"
+    for name in sorted(mine, key=lambda name: name in of_steps):
+        if state[name] != mine[name]:
+            kind = OtherStepsError if name in of_steps else ConfigError
+            raise kind(
+                f"the {what}'s state was saved with {name} {state[name]!r}, but this one has {mine[name]!r}; make it "
+                f"as it was, or start epoch {state['epoch']} anew with set_epoch (or experiment.reset: true)"
             )
 
 

@@ -240,7 +240,8 @@ class CellStream(Iterable[Any]):
         :param state: What :meth:`state_dict` returned on a rank of this cell.
         :raises ConfigError: if it is of another stream or other steps than this one's.
         """
-        check_identity("stream", state, self._identity, *EpochPosition.NAMES, "samples", "stream")
+        names = (*EpochPosition.NAMES, "samples", "stream")
+        check_identity("stream", state, self._identity, *names, of_steps=("ranks", "batch_size"))
         samples = integer("samples", state["samples"], 0)
         self.at.load_state_dict(state)
         self._state = state["stream"]

@@ -341,14 +341,19 @@ class RoundCoordinator:
             self._phase = RoundPhase.CUT_OFF
             raise
         self.all_finished = all(status.is_finished for status in statuses)
+        self._compare(statuses, error)
+        return statuses
+
+    def _compare(self, statuses: Sequence[RoundStatus], error: XfflError | None) -> None:
+        """Raise where a rank cannot take part, as this one with an error, or the ranks do not go together; on all."""
         self._check_point(statuses)
         if any(status.is_failed for status in statuses):
+            what = f"opening of round {statuses[0].round}"
             with self._exchange_reasons():
-                check_consistent(f"opening of round {status.round}", "", error=error, group=self._round_groups.world)
+                check_consistent(what, "", error=error, group=self._round_groups.world)
         for stage in self._exchange.stages:
             with self._exchange_reasons():
                 stage.compare(statuses)
-        return statuses
 
     def _decide(
         self, prepared: PreparedRound, statuses: Sequence[RoundStatus], least_divergence: float | None
