@@ -28,6 +28,7 @@ from xffl.distributed.activity import RunActivity
 from xffl.distributed.agreement.consistency import run_on_all_ranks
 from xffl.distributed.groups import (
     ALL_KINDS,
+    OF_STREAM,
     cell_mesh,
     check_backend,
     check_device,
@@ -37,6 +38,7 @@ from xffl.distributed.groups import (
     make_groups,
     new_group,
     with_host_side,
+    without_host_side,
 )
 from xffl.distributed.several_worlds.cell_world import CellWorld
 from xffl.distributed.state_text import state_text
@@ -347,6 +349,8 @@ class DistributedState:
         if self._link_backend is not None:
             crosses = len({self.topology.cell_of(one) for one in (min(checked), max(checked))}) > 1
             backend = self._link_backend if crosses else self.backend
+        if name.endswith(OF_STREAM):
+            backend = without_host_side(backend or dist.get_backend_config())
         has_messages = not name.startswith(_COLLECTIVES_ALONE)
         return new_group(checked, timeout_s, group_desc, backend, has_messages=has_messages)
 

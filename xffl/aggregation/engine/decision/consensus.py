@@ -256,7 +256,7 @@ class RoundCoordinator:
 
     def connect(self) -> None:
         """Open the connections that votes need, and no other call has opened; collective over the ranks that vote."""
-        self._votes.connect(self._round_groups.world)
+        self._votes.connect(self._round_groups.world, self._opens_within_s)
 
     def check(self) -> None:
         """Raise StateError where a vote was cut off; local."""
