@@ -65,7 +65,7 @@ def parts(seeds: int) -> tuple[Part, ...]:
         ),
         Part(
             name="rows",
-            what="rows of tables of which CI runs only some",
+            what="tests and rows of tables that CI leaves out",
             commands=((python, "-m", "pytest", "-q", "-m", "long", "-n", "2", "tests/unit", "tests/ranks"),),
         ),
         Part(

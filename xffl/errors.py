@@ -59,6 +59,14 @@ class OtherLayoutError(ConfigError):
     """
 
 
+class OtherStepsError(ConfigError):
+    """Report the state of a loader whose steps had another number of samples, and that fits otherwise.
+
+    A trainer's cell that comes back with another number of ranks begins the epoch anew; others see it as a
+    :class:`ConfigError`.
+    """
+
+
 class ReplacedError(CheckpointError):
     """Report a checkpoint that was replaced or deleted while it was read, so that reading it again may work.
 

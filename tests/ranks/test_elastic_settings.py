@@ -1,10 +1,16 @@
-"""A cell that comes back with other settings than it had: it ends, and the others wait for it as for any other cell."""
+"""A cell that does not fit, or whose own ranks do not go together: it ends, and the others go on."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import xffl
@@ -12,6 +18,7 @@ from tests.ports import free_port
 from tests.ranks.test_elastic import journal, lighthouse, pytestmark  # noqa: F401 - fixtures and marks of this module
 from tests.ranks.test_elastic_state import play
 from tests.worlds import be_launched, run_world
+from xffl.aggregation.engine.decision.consensus import RoundBroken, RoundInput
 from xffl.aggregation.federations.elastic import ElasticAggregator
 from xffl.distributed import ElasticParameters
 
@@ -53,3 +60,140 @@ def come_back(rank: int, world: int, url: str, ports: tuple[int, ...], name: str
 def test_a_cell_that_comes_back_with_other_settings_ends_and_the_others_go_on(lighthouse: str, name: str) -> None:  # noqa: F811
     told = run_world(2, come_back, lighthouse, (free_port(), free_port()), name, init=False, timeout_s=100)
     assert told == [5, 5]
+
+
+def open_rounds(state: Any, model: nn.Module, **options: Any) -> ElasticAggregator:
+    return ElasticAggregator(model, state, gradients_reduced_by_caller=True, **options)
+
+
+def make_round(rounds: ElasticAggregator, value: float, **given: Any) -> tuple[float, ...]:
+    """Make a step of the cell's own, and a round; return what the cells have given to it."""
+    with torch.no_grad():
+        for parameter in rounds.model.parameters():
+            parameter.mul_(0.9).add_(value)
+    while True:
+        rounds.open()
+        with suppress(RoundBroken):
+            report = rounds.participate(RoundInput(**{"weight": 1.0, **given}))
+            assert report is not None
+            return report.weights
+
+
+def lack_a_file() -> None:
+    raise FileNotFoundError("what this rank needs")
+
+
+def be_apart(state: Any, place: int) -> dict[str, str]:
+    """Be a rank of a cell whose two ranks do not go together, each time in another way; return what it has raised."""
+    told: dict[str, str] = {}
+
+    def note(name: str, call: Callable[[], Any]) -> None:
+        try:
+            call()
+        except xffl.XfflError as error:
+            told[name] = f"{type(error).__name__}: {error}"
+
+    model = nn.Linear(5, 3)
+    note("options", lambda: open_rounds(state, model, **({"server": "fedavgm:lr=0.5"} if place else {})))
+    note("model", lambda: open_rounds(state, nn.Linear(5 + place, 3)))
+    rounds = open_rounds(state, model)
+    rounds.join()
+    saved = []
+    for _ in range(2):
+        make_round(rounds, 0.1)
+        saved.append(rounds.state_dict())
+    rounds.close()
+    rounds = open_rounds(state, model)
+    rounds.load_state_dict(saved[place])
+    note("rounds", rounds.join)
+    rounds.close()
+    given: dict[str, tuple[float, dict[str, Any]]] = {
+        "values": (0.1 * (1 + place), {}),
+        "weights": (0.1, {"weight": 1.0 if place else None}),
+        "failure": (0.1, {"prepare": lack_a_file if place else None}),
+    }
+    for name, (value, options) in given.items():
+        rounds = open_rounds(state, model)
+        rounds.join()
+        note(name, partial(make_round, rounds, value, **options))
+        rounds.close()
+    return told
+
+
+def come_apart(rank: int, world: int, url: str, ports: tuple[int, ...], folder: str) -> Any:
+    """Be the only rank of a cell that makes rounds, or one of the two of a cell that comes again and again."""
+    cell = int(rank > 0)
+    place = max(rank - 1, 0)
+    be_launched(place, 1 + cell, ports[cell])
+    begun = Path(folder, "begun")
+    ended = Path(folder, "ended")
+    while cell and not begun.exists():
+        time.sleep(0.05)
+    with xffl.session(cell=cell, cells=2, elastic=ElasticParameters(lighthouse=url), timeout_s=60) as state:
+        if cell:
+            told = be_apart(state, place)
+            ended.touch()
+            return told
+        rounds = open_rounds(state, nn.Linear(5, 3))
+        rounds.join()
+        weights = []
+        while not ended.exists() or len(weights[-1]) != 2 or weights[-1][1]:
+            weights.append(make_round(rounds, 0.1))
+            begun.touch()
+            time.sleep(0.02)
+        rounds.close()
+        return rounds.rounds, weights
+
+
+def test_a_cell_whose_ranks_do_not_go_together_ends_and_the_others_lose_no_round(
+    lighthouse: str,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    ports = (free_port(), free_port())
+    told = run_world(3, come_apart, lighthouse, ports, str(tmp_path), init=False, timeout_s=100)
+    made, weights = told[0]
+    assert made == 1 + len(weights)
+    assert all(of_round[0] == 1 for of_round in weights)
+    assert sum(of_round[1] == 2 for of_round in weights) >= 2
+    assert told[1] == told[2]
+    for name, begins, names in (
+        ("options", "ConfigError", "'(options)' differs"),
+        ("model", "ConfigError", "'weight' differs"),
+        ("rounds", "ConfigError", "load one checkpoint on all ranks of the cell"),
+        ("values", "RoundError", "is not the same on rank 0 and rank 1 of cell 1 "),
+        ("weights", "ConfigError", "gave no weight and others gave one"),
+        ("failure", "RoundError", "what this rank needs"),
+    ):
+        assert told[1][name].startswith(begins) and names in told[1][name]
+
+
+def step_apart(rank: int, world: int, url: str, port: int) -> str:
+    """Be a rank of a cell whose ranks load checkpoints with other steps since the round; return what it has raised."""
+    be_launched(rank, world, port)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with xffl.session(cell=0, cells=1, elastic=ElasticParameters(lighthouse=url), timeout_s=60) as state:
+        options = {"gradients_reduced_by_caller": True}
+        scaling = xffl.FederatedScaling(model, optimizer, state, every=4, aggregator=options)
+
+        def step() -> None:
+            model(torch.ones(2)).sum().backward()
+            optimizer.step()
+
+        saved = []
+        with scaling:
+            for _ in range(2):
+                step()
+                saved.append(scaling.state_dict())
+        try:
+            with scaling:
+                scaling.load_state_dict(saved[rank])
+                step()
+        except xffl.ConfigError as refused:
+            return str(refused)
+    return ""
+
+
+def test_ranks_of_a_cell_that_have_made_other_numbers_of_steps_are_refused(lighthouse: str) -> None:  # noqa: F811
+    for told in run_world(2, step_apart, lighthouse, free_port(), init=False, timeout_s=60):
+        assert "numbers of steps since the last round: rank 0: 1; rank 1: 2" in told

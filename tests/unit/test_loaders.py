@@ -9,6 +9,7 @@ import pickle
 import random
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,7 @@ from xffl.training.data.loaders import (
 from xffl.training.data.partition import Partition, dirichlet
 from xffl.training.data.place import share_of
 from xffl.training.data.streams import CellStream
+from xffl.training.mixins.loaders import DataLoaderSetupMixin
 
 TOPOLOGIES = [
     Topology(1),
@@ -307,6 +309,53 @@ def test_a_state_is_of_its_data() -> None:
         CellLoader(Named(90), DataPlace(LAYOUT, 4), batch_size=4).load_state_dict(state)
     with pytest.raises(ConfigError, match="saved with data"):
         CellLoader(Named(91), DataPlace(LAYOUT, 1), batch_size=4).load_state_dict(state)
+
+
+class Resuming(DataLoaderSetupMixin):
+    """What a trainer that comes back with other ranks has of its loaders."""
+
+    begins_anew = True
+
+    def __init__(self, loader: Any, *, resets: bool = False) -> None:
+        self.train_dataloader = loader
+        self.config = SimpleNamespace(experiment=SimpleNamespace(reset=resets))
+
+    def load(self, state: Any) -> None:
+        self.checkpoint_parts()["train_dataloader"].load_state_dict(state)
+
+
+def of_ranks(ranks: int, *, samples: int = 40, seed: int = 1, dataset: Any = None) -> CellLoader:
+    place = DataPlace(Topology(ranks), 0)
+    return CellLoader(numbers(samples) if dataset is None else dataset, place, batch_size=4, seed=seed)
+
+
+def stream_of_ranks(ranks: int, *, seed: int = 1) -> CellStream:
+    return CellStream(Stream(40), DataPlace(Topology(ranks), 0), batch_size=4, seed=seed)
+
+
+@pytest.mark.parametrize("make", [of_ranks, stream_of_ranks])
+def test_other_ranks_begin_an_epoch_anew_with_the_same_seed_and_data_only(make: Callable[..., Any]) -> None:
+    """Their steps have another number of samples; any other difference is a mistake."""
+    saved = make(1)
+    saved.set_epoch(2)
+    state = {**saved.state_dict(), "position": 3}
+    loader = make(2)
+    Resuming(loader).load(state)
+    assert (loader.epoch, loader.state_dict()["position"]) == (2, 0)
+    wrong = make(2, seed=5)
+    with pytest.raises(ConfigError, match="seed 1, but this one has 5"):
+        Resuming(wrong).load(state)
+    assert wrong.epoch == 0
+    Resuming(wrong, resets=True).load(state)
+    assert wrong.epoch == 2
+    if make is of_ranks:
+        for other, message in ((make(2, samples=44), "data "), (make(2, dataset=named(Noisy(40), "x")), "dataset ")):
+            with pytest.raises(ConfigError, match=message):
+                Resuming(other).load(state)
+    same = Resuming(make(2))
+    same.begins_anew = False
+    with pytest.raises(ConfigError):
+        same.load(state)
 
 
 def test_a_loop_that_breaks_goes_on_with_persistent_workers() -> None:

@@ -491,7 +491,11 @@ class DistributedState:
         """
         with _comparison("arguments of set_fsdp") as share:
             self._check_order("set_fsdp")
-            checked = None if mesh is None else _check_mesh(mesh, self._device_kind())
+            checked: DeviceMesh | None = None
+            if mesh is not None:
+                from xffl.distributed.given_mesh import check_mesh
+
+                checked = check_mesh(mesh, self._device_kind())
             share("no mesh" if checked is None else "a mesh")
         replaced = self._setups[-1] if self._setups else None
         with setup_transaction(self, "set_fsdp"):
@@ -881,18 +885,6 @@ def _check_replicas(
             f"{at.shard} and {at.replica}; give those, or call set_hsdp({ranks})"
         )
     return topology
-
-
-def _check_mesh(mesh: object, kind: str) -> DeviceMesh:
-    if not isinstance(mesh, DeviceMesh):
-        raise ConfigError(f"mesh must be a DeviceMesh of one dimension, or None for all ranks, got {mesh!r}")
-    if mesh.ndim != 1:
-        raise ConfigError(f"mesh {mesh!r} has {mesh.ndim} dimensions; give a one-dimensional one, or call set_hsdp")
-    if mesh.device_type != kind:
-        raise ConfigError(f"mesh {mesh!r} is on {mesh.device_type}, the state on {kind}; give a mesh on {kind}")
-    if mesh.get_coordinate() is None:
-        raise TopologyError(f"mesh {mesh!r} does not hold rank {mesh.get_rank()}; give each rank its own mesh")
-    return mesh
 
 
 def _shape_text(topology: Topology) -> str:

@@ -54,7 +54,6 @@ from xffl.distributed.startup.file_limit import is_ample, raise_file_limit
 from xffl.distributed.startup.meeting import (
     agree_on_store,
     meet,
-    note_meeting_failed,
     world_store,
 )
 from xffl.errors import ConfigError, LaunchError, StateError, XfflError
@@ -287,6 +286,8 @@ def setup_distributed_process_group(
             place, request = agree_on_store(meeting, place, ask, timeout_s=join_s, error=error)
             _join(meeting, place, request)
         except XfflError as wrong:
+            from xffl.distributed.startup.unmet import note_meeting_failed
+
             note_meeting_failed(wrong, place)
             raise
         return _begin(place, request)

@@ -33,6 +33,7 @@ from xffl.aggregation.engine.voting.votes import Seal
 from xffl.aggregation.federations.cell_groups import CellGroups
 from xffl.aggregation.federations.fixed_tensors import FixedTensors, find_fixed
 from xffl.aggregation.federations.hand_over import read_hand_over, write_hand_over
+from xffl.aggregation.federations.own_ranks import compare_held, compare_options
 from xffl.aggregation.pending import PendingRound
 from xffl.aggregation.report import ElasticRoundReport, RoundReport
 from xffl.checks import shorten
@@ -135,6 +136,7 @@ class ElasticAggregator:
             raise ConfigError("rounds of an elastic federation are repeated where cells are lost; leave atomic=True")
         # Before this cell meets others, which would get the same error.
         check_lone_cell(model, state, is_reduced_by_caller=bool(options.get("gradients_reduced_by_caller", False)))
+        compare_options(model, state, options)
         self.fragments: int = options.get("fragments", 1)
         self.overlaps = bool(options.get("overlap"))
         self.is_closed = False
@@ -180,6 +182,8 @@ class ElasticAggregator:
         # Whether another round may follow: the cells met for the last one, all know its end, not all have finished, and
         # each rank of this cell could enter, or knows as the others why it could not.
         self._has_others = True
+        self._is_compared = False
+        """Whether the ranks of this cell are known to hold the model of one round."""
         self._tries = 0  # of the next round
         self._opened_at = 0.0  # when the first of them began
         self._exchange_s = 0.0
@@ -277,6 +281,9 @@ class ElasticAggregator:
         if self.is_closed:
             raise StateError("this aggregator is closed; make another one")
         self.check()
+        if not self._is_compared:
+            compare_held(self._federation.record)
+            self._is_compared = True
         report = self.end_doubt(is_stopping)
         if not self._tries:
             self._opened_at = time.perf_counter()
@@ -768,6 +775,7 @@ class ElasticAggregator:
                 "the state is that of a federation that is not elastic; resume it as it was, or load the model alone"
             )
         self.discard()
+        self._is_compared = False
         record = _read_held(state["elastic"])
         self._federation.restore(record, 0.0 if record is None else float(state["total_weight"]))
         self._forget()

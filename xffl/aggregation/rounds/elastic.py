@@ -8,10 +8,11 @@ from typing import Any
 
 from torch import nn
 
-from xffl.aggregation.config import RoundConfig, aggregator_options
 from xffl.aggregation.engine.decision.consensus import RoundBroken, RoundInput
 from xffl.aggregation.federations.elastic import ElasticAggregator
+from xffl.aggregation.federations.own_ranks import compare_steps
 from xffl.aggregation.report import RoundReport
+from xffl.aggregation.rounds.config import RoundConfig, aggregator_options
 from xffl.aggregation.rounds.delayed import StartedRound
 from xffl.aggregation.rounds.network import AveragingRounds
 from xffl.aggregation.rounds.offer import Averaged, Empty, HandedOver, Outcome, Part, RoundOffer, outcome_of
@@ -90,6 +91,7 @@ class ElasticRounds(AveragingRounds[ElasticAggregator]):
         self.needs_join = False
         aggregator = self.aggregator
         gives_steps = self.doubted is not None  # to a round in doubt, when this cell was asked to stop last time
+        is_compared = False
         while True:
             try:
                 if gives_steps:
@@ -97,6 +99,9 @@ class ElasticRounds(AveragingRounds[ElasticAggregator]):
                 elif (doubted := aggregator.end_doubt(offer.hooks.is_stopping)) is not None:
                     yield self._joined(doubted)
                 given = offer.claim(aggregator.next_fragment)
+                if not is_compared:
+                    compare_steps(given.steps, is_waiting=not given.is_absent)
+                    is_compared = True
                 aggregator.open(is_stopping=offer.hooks.is_stopping)
             except MeetingLeft:
                 self.needs_join = True

@@ -66,4 +66,4 @@ class RoundCheckpoint(ModelCheckpoint):  # type: ignore[misc]
         made, seen = self._count_rounds(), self._seen
         self._seen = made
         if made // self._every_n_rounds > seen // self._every_n_rounds:
-            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+            super().on_train_batch_end(trainer, pl_module, outputs=outputs, batch=batch, batch_idx=batch_idx)

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from xffl.aggregation.algorithms.registry import make
 from xffl.checks import integer_fields
-from xffl.errors import ConfigError
+from xffl.errors import ConfigError, OtherStepsError
 from xffl.naming import Writer
 from xffl.training.data.loaders import CellLoader, adopt_loader, options_of, parts_by_ranks, validation_loader
 from xffl.training.data.partition import Partition
@@ -167,9 +167,10 @@ class DataLoaderSetupMixin(TrainerMixin):
         loader = self.train_dataloader
         try:
             loader.load_state_dict(state)
-        except ConfigError:
-            # Steps of another size: the samples that were seen cannot be distinguished from the others.
-            may_begin_anew = self.config.experiment.reset or self.begins_anew
+        except ConfigError as wrong:
+            # Steps of another size: the samples that were seen cannot be distinguished from the others. Whoever comes
+            # back with other ranks may have changed nothing else, as a seed or the data.
+            may_begin_anew = self.config.experiment.reset or (self.begins_anew and isinstance(wrong, OtherStepsError))
             if not (may_begin_anew and "epoch" in state and hasattr(loader, "set_epoch")):
                 raise
             loader.set_epoch(state["epoch"])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
+from xffl.aggregation.engine.alike.unequal_replicas import ReplicasDiffer
 from xffl.aggregation.engine.decision.consensus import (
     AgreedRound,
     Exchanged,
@@ -15,6 +17,7 @@ from xffl.aggregation.engine.decision.consensus import (
     cell_weights,
 )
 from xffl.aggregation.engine.decision.injected_faults import FaultyVoteTree
+from xffl.aggregation.engine.decision.unlike_votes import find_faulty_cells
 from xffl.aggregation.engine.exchange import Exchange, RoundRun
 from xffl.aggregation.engine.groups import RoundScope
 from xffl.aggregation.engine.planning.transfers import RoundContext
@@ -23,8 +26,9 @@ from xffl.aggregation.engine.stages.hand_over import HandOver
 from xffl.aggregation.engine.voting.votes import RoundStatus, Seal, VotePhase, VoteTree
 from xffl.aggregation.options import Options
 from xffl.costs import MOST_IN_TABLES
+from xffl.distributed.agreement.consistency import barrier
 from xffl.distributed.failures.faults import is_planned
-from xffl.errors import ConfigError, RoundError
+from xffl.errors import ConfigError, RoundError, XfflError
 
 __all__ = ["ElasticCoordinator", "RoundInDoubt"]
 
@@ -54,6 +58,8 @@ class ElasticCoordinator(RoundCoordinator):
                                 server; without one the record has to stand all the same, also where all have finished
     ranks weigh the result      they tell each other of it in a vote before the second one, since a round in doubt is
                                 written without having heard the second one
+    a cell is at fault          a rank of it cannot take part, or its ranks do not go together with each other: the cell
+                                raises the reason, and the others repeat the round without it
     ==========================  =======================================================================================
 
     :param exchange: What this rank exchanges.
@@ -77,8 +83,38 @@ class ElasticCoordinator(RoundCoordinator):
             raise ConfigError(f"faults of votes (XFFL_FAULT) need at most {MOST_IN_TABLES} ranks in all cells")
         super().__init__(exchange, scope, options, number, vote_tree=FaultyVoteTree if is_planned() else VoteTree)
         self._seal = seal
+        self._cell = scope.topology.cell_of(scope.rank)
+        """As the round counts it"""
+        lone = scope.state.lone_cell
+        self._number_of_cell = self._cell if lone is None else lone[0]
+        self._first = scope.first
         agreed = exchange.find(AgreedModel)
         self._hand_over = HandOver(exchange.way.combiner, None if agreed is None else agreed.global_model)
+
+    def _compare(self, statuses: Sequence[RoundStatus], error: XfflError | None) -> None:
+        """Raise on all ranks where some cannot take part or do not go together; RoundBroken where other cells' do."""
+        faulty = find_faulty_cells(statuses, self._topology)
+        wrong: XfflError
+        try:
+            super()._compare(statuses, error)
+            cell_weights(statuses, self._topology)
+            return
+        except RoundBroken:
+            raise
+        except ReplicasDiffer as unequal:
+            faulty = unequal.cells
+            wrong = unequal
+            if self._cell in faulty:
+                wrong = unequal.of_cell(self._cell, number=self._number_of_cell, first=self._first)
+        except XfflError as reason:
+            wrong = reason
+        if faulty:
+            # Who repeats the round closes its connections at once, and others may still hear what is wrong.
+            with suppress(RuntimeError):
+                barrier(self._round_groups.world)
+            if self._cell not in faulty:
+                raise RoundBroken(f"another cell cannot take part: {wrong}")
+        raise wrong
 
     def _decide(
         self, prepared: PreparedRound, statuses: Sequence[RoundStatus], least_divergence: float | None

@@ -51,7 +51,8 @@ class MembersFirstRound(FirstRound):
 
     def read(self, *, has_steps: bool) -> None:
         """Look at the values, where this cell or the group was not compared."""
-        is_known = self.compared.has_looked and (self.is_private or self.compared.are_unlike(self.lives))
+        has_no_others = self.is_private or len(self.lives) == 1  # with which it would be compared
+        is_known = self.compared.has_looked and (has_no_others or self.compared.are_unlike(self.lives))
         if not is_known and not self._has_cells_behind:
             super().read(has_steps=has_steps)
 
@@ -85,7 +86,7 @@ class MembersFirstRound(FirstRound):
             sums[life] = self.sums_of(cell, statuses)
             if cell == self._at.cell:
                 has_looked = True
-        if are_known:
+        if are_known and len(self.lives) > 1:
             return ComparedCells(has_looked, self.compared.sums, frozenset(self.lives))
         if len(sums) > 1:
             return ComparedCells(has_looked, sums, self.compared.unlike)

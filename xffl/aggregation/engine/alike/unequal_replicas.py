@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from xffl.distributed.agreement.consistency import control_device, message_devic
 from xffl.distributed.collectives import all_gather_json
 from xffl.errors import RoundError
 
-__all__ = ["UnequalReplicas"]
+__all__ = ["ReplicasDiffer", "UnequalReplicas"]
 
 TOLERANCE = 1e-3
 """How far replicas on unlike processors may be apart, of the largest value of the tensor."""
@@ -30,6 +30,36 @@ class Mismatch:
     shards: tuple[int, ...]
     """The shards that these elements are of"""
     ranks: tuple[tuple[int, ...], ...]
+
+
+class ReplicasDiffer(RoundError):
+    """Report cells whose ranks hold other values of what they should hold alike; raised on all ranks of the round.
+
+    :param mismatches: The first tensor that differs in each of these cells.
+    :param by: How far it is apart, where the ranks have unlike processors.
+    """
+
+    def __init__(self, mismatches: Mapping[int, Mismatch], by: str = "") -> None:
+        super().__init__(_refusal(next(iter(mismatches.values())), by))
+        self._mismatches = mismatches
+        self._by = by
+
+    @property
+    def cells(self) -> frozenset[int]:
+        """The cells, as the round counts them."""
+        return frozenset(self._mismatches)
+
+    def of_cell(self, cell: int, *, number: int, first: int) -> RoundError:
+        """Return what one of these cells raises where it ends by itself.
+
+        :param cell: The cell, as the round counts it.
+        :param number: Its number in the federation.
+        :param first: Offset from a rank of the round to a rank of the cell's own world.
+        :return: The error, with the cell's own ranks.
+        """
+        mismatch = self._mismatches[cell]
+        ranks = tuple(tuple(rank + first for rank in alike) for alike in mismatch.ranks)
+        return RoundError(_refusal(replace(mismatch, cell=number, ranks=ranks), self._by))
 
 
 class UnequalReplicas:
@@ -61,10 +91,13 @@ class UnequalReplicas:
     def explain(self, cells: Collection[int]) -> None:
         """Raise for the first tensor that differs inside a cell, or write how little it does; collective."""
         mismatches, processors = self._find_mismatches(cells)
+        refused: dict[int, Mismatch] = {}
         for one in mismatches:
             kinds = [{processors[rank] for rank in ranks} for ranks in one.ranks]
             if any(one_kind & other for one_kind, other in itertools.combinations(kinds, 2)):
-                raise RoundError(_refusal(one))
+                refused.setdefault(one.cell, one)
+        if refused:
+            raise ReplicasDiffer(refused)
         world = self._scope.world
         mine = [
             (index, self._distance(one))
@@ -75,7 +108,8 @@ class UnequalReplicas:
         distances: dict[int, float] = dict(told)
         index, worst = max(distances.items(), key=lambda pair: pair[1], default=(0, 0.0))
         if worst > TOLERANCE:
-            raise RoundError(_refusal(mismatches[index], f", by {worst:.1e} of the largest value,"))
+            mismatch = mismatches[index]
+            raise ReplicasDiffer({mismatch.cell: mismatch}, f", by {worst:.1e} of the largest value,")
         if self._scope.rank == 0:
             print(
                 f"xffl: in cells {', '.join(map(str, cells))} replicas on unlike processors hold slightly different "
