@@ -66,7 +66,10 @@ def parts(seeds: int) -> tuple[Part, ...]:
         Part(
             name="rows",
             what="tests and rows of tables that CI leaves out",
-            commands=((python, "-m", "pytest", "-q", "-m", "long", "-n", "2", "tests/unit", "tests/ranks"),),
+            commands=(
+                (python, "-m", "pytest", "-q", "-m", "long", "-n", "2", "tests/unit", "tests/ranks"),
+                (python, "-m", "pytest", "-q", "-m", "long", "tests/cluster"),
+            ),
         ),
         Part(
             name="mutants",
