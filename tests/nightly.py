@@ -65,8 +65,11 @@ def parts(seeds: int) -> tuple[Part, ...]:
         ),
         Part(
             name="rows",
-            what="rows of tables of which CI runs only some",
-            commands=((python, "-m", "pytest", "-q", "-m", "long", "-n", "2", "tests/unit", "tests/ranks"),),
+            what="tests and rows of tables that CI leaves out",
+            commands=(
+                (python, "-m", "pytest", "-q", "-m", "long", "-n", "2", "tests/unit", "tests/ranks"),
+                (python, "-m", "pytest", "-q", "-m", "long", "tests/cluster"),
+            ),
         ),
         Part(
             name="mutants",

@@ -6,6 +6,7 @@ import ast
 import sys
 from collections.abc import Callable
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 __all__ = ["lazy_names"]
@@ -15,6 +16,8 @@ def lazy_names(package: str, **more: str) -> tuple[Callable[[str], object], Call
     """Return the ``__getattr__`` and the ``__dir__`` of a package, for the names that it imports ``if TYPE_CHECKING``.
 
     Its source says where they live, to type checkers and at run time alike; ``more`` are the modules of other names.
+    Modules of the package are imported when they are first used, too: ``xffl.aggregation.ExpertTokens`` must not depend
+    on whether something else has imported ``xffl.aggregation`` before.
     """
     homes = dict(more)
     loader: Any = sys.modules[package].__loader__
@@ -24,9 +27,11 @@ def lazy_names(package: str, **more: str) -> tuple[Callable[[str], object], Call
             homes |= {alias.name: str(node.module) for node in imports for alias in node.names}
 
     def getattr_of_package(name: str) -> object:
-        if name not in homes:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(import_module(homes[name]), name)
+        if name in homes:
+            return getattr(import_module(homes[name]), name)
+        if name.isidentifier() and not name.startswith("_") and find_spec(f"{package}.{name}") is not None:
+            return import_module(f"{package}.{name}")
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     def dir_of_package() -> list[str]:
         return sorted({*vars(sys.modules[package]), *homes})

@@ -420,13 +420,13 @@ def check_killed(one: Try, child: Child) -> None:
     check_run(one.folder, max([1, *(step for step in told if isinstance(step, int))]))
 
 
-@kind("killed.random", short=8, long=500, allowed=("ok",))
+@kind("killed.random", short=4, long=500, allowed=("ok",))
 def killed_at_random(one: Try) -> None:
     """Kill a process that saves at once."""
     check_killed(one, Child(lambda tell: keep_saving(one, tell, Saver(), lambda: None)))
 
 
-@kind("killed.async", short=4, long=200, allowed=("ok",))
+@kind("killed.async", short=2, long=200, allowed=("ok",))
 def killed_in_the_background(one: Try) -> None:
     """Kill a process whose thread saves."""
 
@@ -440,7 +440,7 @@ def killed_in_the_background(one: Try) -> None:
 # Real file systems ----------------------------------------------------------------------------------------------------
 
 
-@kind("full.tmpfs", short=4, long=100)
+@kind("full.tmpfs", short=2, long=100)
 def full(one: Try) -> None:
     """Save where a random number of bytes is free, too few of them; then free some."""
 
@@ -460,7 +460,7 @@ def full(one: Try) -> None:
     in_child(act)
 
 
-@kind("full.limit", short=4, long=60)
+@kind("full.limit", short=2, long=60)
 def too_large(one: Try) -> None:
     """Save where files may have a random number of bytes at most, as a quota on sizes does."""
     import resource
@@ -578,7 +578,7 @@ def lost_record(one: Try) -> None:
     raise LostError("a checkpoint without its record is not named")
 
 
-@kind("damage.fifo", short=6, long=100)
+@kind("damage.fifo", short=3, long=100)
 def fifo(one: Try) -> None:
     """Put a FIFO, a socket's or a device's name in the place of a file of a checkpoint."""
 
@@ -667,13 +667,13 @@ def read_beside(one: Try, read: Callable[[Path], None], *, rotates: bool) -> Non
         raise named
 
 
-@kind("read.load", short=4, long=150)
+@kind("read.load", short=2, long=150)
 def read_load(one: Try) -> None:
     """Load a checkpoint of a fixed name ten times beside a process that replaces it."""
     read_beside(one, lambda path: _load_alone(path), rotates=False)
 
 
-@kind("read.newest", short=2, long=100)
+@kind("read.newest", short=1, long=100)
 def read_newest(one: Try) -> None:
     """Find and load the newest checkpoint of a run ten times beside a process that saves and rotates."""
 
@@ -727,7 +727,7 @@ def _is_equal(found: dict[str, torch.Tensor], value: int) -> bool:
     return found.keys() == right.keys() and all(torch.equal(found[name], right[name]) for name in right)
 
 
-@kind("read.aggregate", short=2, long=60)
+@kind("read.aggregate", short=1, long=60)
 def read_exports(one: Try) -> None:
     """Aggregate the exports of two cells ten times beside a process that writes one of them anew."""
 

@@ -330,6 +330,48 @@ def test_trainers_of_frameworks_on_nodes_as_cells(framework: str, slurm: dict[st
     assert first.read_bytes() == second.read_bytes()
 
 
+DIES = """
+class Mortality(L.Callback):
+    def on_train_batch_end(self, trainer, *_):
+        if os.path.exists("is_mortal") and rounds.state.is_first_of_job and trainer.global_step == 25:
+            os.remove("is_mortal")
+            os.kill(os.getpid(), 9)
+
+
+module = Module()
+"""
+"""In its first life the first rank is killed between two rounds; both cells have saved before the one at step 20."""
+
+
+@pytest.mark.long
+def test_a_killed_srun_of_lightning_goes_on_to_the_same_bits(slurm: dict[str, str], tmp_path: Path) -> None:
+    """The script of docs/frameworks.rst, two nodes as two cells: the same srun again continues it."""
+    pytest.importorskip("lightning")
+    [script] = scripts_of("frameworks")
+    text = script.text.replace("module = Module()\n", DIES)
+    text = text.replace("callbacks=[", "callbacks=[Mortality(), rounds := ")
+    assert text.count("Mortality") == 2
+    text += """
+torch.save(module.state_dict(), cell_folder("runs") / f"model_{trainer.global_rank}.pt")
+print("resumed" if rounds.resumed else "began", flush=True)
+"""
+    command = ["srun", *TWO_NODES, *EXEC, "--isolate", "--federated", "2,1", "train.py"]
+    models = []
+    for name, lives in (("whole", 1), ("killed", 2)):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "train.py").write_text(text)
+        if lives == 2:
+            (folder / "is_mortal").touch()
+            code, _, err = finish(start(command, slurm, folder))
+            assert code != 0 and not (folder / "is_mortal").exists(), err
+        code, out, err = finish(start(command, slurm, folder))
+        assert code == 0, err
+        assert out.split().count("resumed") == (3 if lives == 2 else 0)
+        models += [(folder / f"runs/cell_{cell}/model_0.pt").read_bytes() for cell in range(2)]
+    assert models == models[:1] * 4
+
+
 def test_replica_groups_are_steps_of_a_job(slurm: dict[str, str], tmp_path: Path) -> None:
     """The batch script of docs/fault_tolerance.rst: a group that loses a rank is started again, and catches up."""
     page = (REPO / "docs/fault_tolerance.rst").read_text()

@@ -41,6 +41,7 @@ def differences(found: dict[str, Ended], codec: str) -> list[float]:
     return [mine.training / its.training - 1.0, mine.validation / its.validation - 1.0]
 
 
+@pytest.mark.long  # trainings to their end; tests/ranks/test_round_codecs.py follows rounds to the bit
 def test_codecs_end_within_half_a_percent_of_the_exact_loss_and_error_feedback_matters() -> None:
     """On digits, of which a guess has a loss of 2.3."""
     sparse = "topk:0.1"

@@ -377,7 +377,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", some_of(OPTIONS, "fedyogi", "momentum"))
+@pytest.mark.parametrize("name", some_of(OPTIONS, "fedadam", "fedyogi", "momentum"))
 def test_a_late_cell_of_another_size_takes_over_the_model_and_the_server(lighthouse: str, name: str) -> None:
     # The lowest cell is the late one: neither its integer buffers nor anything else of it may count.
     options = OPTIONS[name]

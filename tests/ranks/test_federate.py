@@ -454,8 +454,10 @@ UNEVEN = (20, 36)
 """Samples of each cell's own data, of which a step takes :data:`ROWS`"""
 
 
-def be_uneven(rank: int, world_size: int, port: int, folder: str, death: Death, **options: Any) -> Any:
-    """Train two epochs of unequally long data, saving after each, until death."""
+def be_uneven(
+    rank: int, world_size: int, port: int, folder: str, death: Death, every: Any = EVERY, samples: Any = UNEVEN
+) -> Any:
+    """Train two epochs of data of each cell's own, saving after each, until death."""
     from transformers import TrainerCallback
 
     from xffl.integrations.transformers import federate
@@ -469,9 +471,8 @@ def be_uneven(rank: int, world_size: int, port: int, folder: str, death: Death, 
     with enter_isolation((1, 1)) as isolated:
         part: dict[str, Any] = {"max_steps": -1, "num_train_epochs": 2, "gradient_accumulation_steps": 1}
         trainer = make_trainer(folder, make_model(), save_strategy="epoch", save_total_limit=1, **part)
-        trainer.train_dataset = Subset(Text(), range(UNEVEN[isolated.cell]))
-        given: dict[str, Any] = {"every": EVERY, "algorithm": "diloco", **options}
-        rounds = federate(trainer, data="own", **given)
+        trainer.train_dataset = Subset(Text(), range(samples[isolated.cell]))
+        rounds = federate(trainer, data="own", every=every, algorithm="diloco")
         trainer.add_callback(Mortality())
         if rank == death.rank and death.moment == "file":
             kill_at(death.number, folder, "checkpoint-10")
@@ -489,20 +490,32 @@ UNEVEN_DEATHS = {
     Death(1, "step", 14): [(3, 10), (3, 12)],
 }
 """And the rounds and steps from which each cell goes on then"""
+SCHEDULED = "per_cell:counts=[2,4]", (36, 36)
+"""A schedule by which cell 0 comes to the end of its equally long data after twice as many rounds"""
 
 
 def kill_uneven(rank: int, world_size: int, folder: str) -> list[list[Any]]:
-    """Return what runs of unequally long data have: one, the same started again, and those that were killed."""
+    """Return what runs of unequally long data have: one, the same started again, and those that were killed.
+
+    Behind them, of a schedule of unequal steps, a run that was killed, the same started again, and one that was not.
+    """
     import_once()
     runs = [run_job(2, be_uneven, f"{folder}/whole", Death()) for _ in range(2)]
     for number, death in enumerate(UNEVEN_DEATHS):
         assert None in run_job(2, be_uneven, f"{folder}/{number}", death), death
         runs.append(run_job(2, be_uneven, f"{folder}/{number}", Death()))
+    for name, death in (("scheduled", Death(0, "step", 9)), ("scheduled", Death()), ("scheduled-whole", Death())):
+        runs.append(run_job(2, be_uneven, f"{folder}/{name}", death, *SCHEDULED))
     return runs
 
 
 def test_cells_with_unequally_long_data_save_after_the_same_rounds(tmp_path: Path) -> None:
-    [(whole, again, *killed)] = run_world(1, kill_uneven, str(tmp_path), init=False, timeout_s=280)
+    told = run_world(1, kill_uneven, str(tmp_path), init=False, timeout_s=280)
+    [(whole, again, *killed, scheduled_killed, scheduled, scheduled_whole)] = told
+    assert None in scheduled_killed
+    assert [cell[2] for cell in scheduled] == [(3, 6), (3, 12)]
+    for cell in (*scheduled, *scheduled_whole):
+        assert differ(cell[0], scheduled_whole[0][0]) == 0.0
     last = whole[0][3]["checkpoint-10"]
     assert whole[1][3]["checkpoint-18"] == last
     assert [cell[1:3] for cell in whole] == [(10, None), (18, None)]

@@ -13,6 +13,7 @@ from tests.chaos.ledger import audit, federation, missed, run
 from xffl.cluster.launch.launch import held_port
 
 
+@pytest.mark.long  # half a minute; CI holds whole models against the same rule in tests/ranks/test_oracle.py
 @pytest.mark.skipif(find_spec("torchft") is None, reason="needs the extra elastic")
 def test_no_step_counts_twice_where_all_processes_are_killed(tmp_path: Path) -> None:
     """First all at once, so that all go on from checkpoints of different rounds; then the rank of a cell."""

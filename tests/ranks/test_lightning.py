@@ -332,11 +332,13 @@ def test_a_trainer_and_fabric_take_all_kinds_of_options(tmp_path: Path) -> None:
         assert differ(weights, ranks[0]["plain"][0]) == 0.0
 
 
-def be_mortal(rank: int, world_size: int, port: int, folder: str, death: Death, is_sharded: bool) -> Any:
-    """Train with checkpoints, until death."""
+def be_mortal(
+    rank: int, world_size: int, port: int, folder: str, death: Death, is_sharded: bool, every: Any = 3
+) -> Any:
+    """Train with checkpoints, until death; behind rounds where the cells make unlike numbers of steps between them."""
     from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
-    from xffl.integrations.lightning import FederatedRounds
+    from xffl.integrations.lightning import FederatedRounds, RoundCheckpoint
 
     dies = death.rank == rank
 
@@ -351,8 +353,8 @@ def be_mortal(rank: int, world_size: int, port: int, folder: str, death: Death, 
 
     be_launched(rank, world_size, port)
     with enter_isolation((world_size // 2, world_size // 2)) as isolated:
-        rounds = FederatedRounds(every=3, algorithm="diloco")
-        saves = ModelCheckpoint(every_n_train_steps=2)
+        rounds = FederatedRounds(every=every, algorithm="diloco")
+        saves = ModelCheckpoint(every_n_train_steps=2) if every == 3 else RoundCheckpoint(every_n_rounds=2)
         options: dict[str, Any] = {"enable_checkpointing": True, "accumulate_grad_batches": 1}
         if not is_sharded:
             options["strategy"] = "auto"
@@ -366,6 +368,8 @@ def be_mortal(rank: int, world_size: int, port: int, folder: str, death: Death, 
         return weights_of(module.layers), steps, kept
 
 
+UNEVEN = "per_cell:counts=[2,4]"
+"""A schedule by which cell 0 makes six rounds of its own, and cell 1 three"""
 DEATHS = {Death(0, "step", 5): 2, Death(0, "file", 16): 2, Death(1, "end"): 12}
 """And the step from which the run goes on then, at least: between rounds, in the second save, behind the last step."""
 
@@ -377,11 +381,19 @@ def kill_and_start_again(rank: int, world_size: int, folder: str) -> list[list[A
     for number, death in enumerate(DEATHS):
         assert None in run_job(2, be_mortal, f"{folder}/{number}", death, False), death
         runs.append(run_job(2, be_mortal, f"{folder}/{number}", Death(), False))
+    for name, death in (("uneven", Death(0, "step", 9)), ("uneven", Death()), ("uneven-whole", Death())):
+        runs.append(run_job(2, be_mortal, f"{folder}/{name}", death, False, UNEVEN))
     return runs
 
 
 def test_a_run_that_was_killed_goes_on_to_the_same_bits(tmp_path: Path) -> None:
-    [(whole, *resumed)] = run_world(1, kill_and_start_again, str(tmp_path), init=False, timeout_s=280)
+    told = run_world(1, kill_and_start_again, str(tmp_path), init=False, timeout_s=280)
+    [(whole, *resumed, uneven_killed, uneven, uneven_whole)] = told
+    assert None in uneven_killed
+    assert [steps for _, steps, _ in uneven] == [4, 8]  # behind two rounds
+    for weights, _, kept in (*uneven, *uneven_whole):
+        assert differ(weights, uneven_whole[0][0]) == 0.0
+        assert "epoch=0-step=8.ckpt.xffl" in kept
     for run, step in zip(resumed, DEATHS.values(), strict=True):
         for weights, from_step, kept in run:
             assert from_step >= step

@@ -6,8 +6,10 @@ import math
 import os
 import re
 import resource
+import signal
 import sys
 import time
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -19,9 +21,10 @@ import xffl
 from tests.ports import free_port
 from tests.ranks.test_session import be_rank
 from tests.rounds import aggregator_of
+from tests.scale.real import CountingStore
 from tests.worlds import run_world
 from xffl.compat import gloo_connections
-from xffl.compat.gloo_connections import LAZY_VARIABLE
+from xffl.compat.gloo_connections import BATCH_VARIABLE, LAZY_VARIABLE, SHORT_VARIABLE, Form
 from xffl.compat.sockets import open_sockets
 from xffl.distributed import session
 from xffl.distributed.agreement.consistency import barrier, check_consistent, gather_objects
@@ -90,17 +93,130 @@ def test_a_rank_that_is_lost_before_its_first_message_is_noticed_at_once(call: s
     assert not [one for one in ended if "exit code 3" in str(one)], ended
 
 
+LOST = "refused|by peer|Socket closed|another rank of the job|imed out waiting 5|ranks is gone"
+"""What ranks say of one that was lost"""
+
+
+class WatchedStore(CountingStore):
+    """The world's store of a rank that may be killed when it has left its address there, and before it connects."""
+
+    is_deadly = False
+
+    def set(self, key: str, value: bytes) -> None:
+        super().set(key, value)
+        if self.is_deadly and len(value) > 100:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def makes_a_group(rank: int, world_size: int, port: int, limit: int, has_messages: bool, fate: str) -> None:
+    """Make a group whose rank 3 is killed meanwhile, or comes late; fail where others wait for long."""
+    be_rank(rank, world_size, port)
+    stores: list[WatchedStore] = []
+    world_store = session.world_store
+
+    def watched(*asked: Any) -> Any:
+        if fate != "killed" or rank != 3:
+            return world_store(*asked)  # others have the store that users have
+        stores.append(WatchedStore(world_store(*asked)))
+        return stores[-1]
+
+    with (
+        mock.patch.object(gloo_connections, "MESH_LIMIT", limit),
+        mock.patch.object(session, "world_store", watched),
+        xffl.session(timeout_s=60),
+    ):
+        barrier()
+        begun = time.monotonic()
+        if rank == 3 and fate == "killed":
+            stores[0].is_deadly = True
+        elif rank == 3:
+            time.sleep(4)
+        if fate == "late":
+            dist.barrier(new_group(range(world_size), 5.0, "xffl_test", has_messages=has_messages))
+            return
+        # A rank that others connect to may have made its group, and hears of it in the barrier.
+        with pytest.raises(RuntimeError, match=LOST):
+            dist.barrier(new_group(range(world_size), 5.0, "xffl_test", has_messages=has_messages))
+        assert time.monotonic() - begun < 10  # it is about 6 at most, on an idle machine
+        os._exit(0)
+
+
+@pytest.mark.parametrize("limit, has_messages", [(256, True), (4, True), (4, False)])
+def test_a_rank_that_is_killed_while_ranks_connect_is_noticed_after_one_timeout(limit: int, has_messages: bool) -> None:
+    """Gloo itself waits for a connection five times as long as a group's timeout."""
+    ended = run_world(8, makes_a_group, free_port(), limit, has_messages, "killed", init=False, mortal=range(8))
+    assert [str(each).strip().rpartition(" ")[2] for each in ended] == [
+        "-9" if rank == 3 else "0" for rank in range(8)
+    ], ended
+
+
+@pytest.mark.parametrize("limit, has_messages", [(256, True), (4, False)])
+def test_a_rank_that_comes_late_is_waited_for_as_long_as_the_timeout_says(limit: int, has_messages: bool) -> None:
+    assert run_world(8, makes_a_group, free_port(), limit, has_messages, "late", init=False) == [None] * 8
+
+
 def test_the_limit_counts_where_torch_can_and_the_user_has_not_decided(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(LAZY_VARIABLE, raising=False)
     cases = [({}, True), ({LAZY_VARIABLE: "0"}, False), ({"GLOO_DEVICE_TRANSPORT": "TCP_TLS"}, False)]
     assert [gloo_connections.is_lazy(257, environ) for environ, _ in cases] == [is_lazy for _, is_lazy in cases]
     assert gloo_connections.is_lazy(2, {LAZY_VARIABLE: "1"}) and not gloo_connections.is_lazy(256, {})
-    with gloo_connections.connect_lazily(True):
+    with gloo_connections.connect_as(Form.LAZY):
         assert os.environ[LAZY_VARIABLE] == "1"
+        assert gloo_connections.form_of_group(257) is Form.LAZY
     assert LAZY_VARIABLE not in os.environ
     monkeypatch.setenv(LAZY_VARIABLE, "0")
-    with gloo_connections.connect_lazily(True):
+    with gloo_connections.connect_as(Form.LAZY):
         assert os.environ[LAZY_VARIABLE] == "0"
+
+
+def test_large_groups_in_which_ranks_message_each_other_are_meshes_of_short_addresses() -> None:
+    forms = [
+        gloo_connections.form_of_group(size, environ, world_size=512, has_messages=True)
+        for size, environ in [(64, {}), (32, {}), (64, {LAZY_VARIABLE: "1"}), (64, {LAZY_VARIABLE: "0"})]
+    ]
+    assert forms == [Form.SHORT_MESH, Form.MESH, Form.LAZY, Form.MESH]
+
+
+def makes_groups_by_variables(rank: int, world_size: int, port: int, values: dict[str, str]) -> list[int]:
+    """Return the requests for the addresses of a mesh, and of a large group of messages, under the user's variables."""
+    be_rank(rank, world_size, port)
+    os.environ.update(values)
+    stores: list[CountingStore] = []
+    world_store = session.world_store
+
+    def counted(*asked: Any) -> CountingStore:
+        stores.append(CountingStore(world_store(*asked)))
+        return stores[-1]
+
+    asked = []
+    with mock.patch.object(session, "world_store", counted), xffl.session(timeout_s=60):
+        for limit in (256, 4):
+            with mock.patch.object(gloo_connections, "MESH_LIMIT", limit):
+                before = stores[0].requests.total()
+                group = new_group(range(world_size), 60.0, "xffl_test", has_messages=True)
+                asked.append(stores[0].requests.total() - before)
+            dist.barrier(group)
+            check_consistent("a test", "the same", group=group)
+    assert all(os.environ.get(name) == values.get(name) for name in (LAZY_VARIABLE, BATCH_VARIABLE, SHORT_VARIABLE))
+    return asked
+
+
+@pytest.mark.parametrize(
+    "values, requests",
+    [
+        ({}, [3, 3]),
+        ({BATCH_VARIABLE: "0"}, [2 + 2 * 6, 2 + 2 * 6]),
+        ({SHORT_VARIABLE: "0"}, [3, 3]),
+        ({SHORT_VARIABLE: "1"}, [3, 3]),
+        ({LAZY_VARIABLE: "1"}, [2 + 2 * 5, 2 + 2 * 5]),
+        ({LAZY_VARIABLE: "0"}, [3, 3]),
+    ],
+    ids=str,
+)
+def test_a_rank_reads_all_addresses_at_once_unless_the_user_decides_otherwise(
+    values: dict[str, str], requests: list[int]
+) -> None:
+    assert run_world(6, makes_groups_by_variables, free_port(), values, init=False) == [requests] * 6
 
 
 def _open_files() -> int:

@@ -12,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.decoder import VOCABULARY, Block, Decoder, loss_of, text_batch
 from tests.ranks.test_strategies import configure, joined
+from tests.rows import some_of
 from tests.worlds import run_world
 from xffl.parallel import DDPConfig, DistributedStrategy
 from xffl.planning import ModelSize, TrainingSize, rank_memory, step_traffic
@@ -38,6 +39,8 @@ CASES: dict[str, Case] = {
     "pipeline of three": ("fsdp", {"pp": 3}, {}, {"pp_micro_batches": 4}),
     "pipeline and fsdp": ("fsdp", {"pp": 2, "dp_shard": 2}, {"wrap": (Block,)}, {"pp_schedule": "gpipe"}),
 }
+AT_NIGHT = ("fsdp, whole", "fsdp", "tensor, whole activations", "pipeline", "pipeline of three")
+"""Cases whose parts others have; ``make nightly ONLY=rows`` measures them, too."""
 OPTIMIZER_OF = {"hsdp": "momentum", "single, adafactor": "adafactor"}
 Measured = tuple[int, int, int, int, dict[str, float]]
 
@@ -110,11 +113,12 @@ def model() -> ModelSize:
 
 
 @pytest.fixture(scope="module")
-def measured() -> dict[str, list[Measured]]:
+def measured(request: pytest.FixtureRequest) -> dict[str, list[Measured]]:
     """What the ranks of each case hold and send, by rank; one world for all cases of a size."""
+    chosen = [name for name in CASES if name not in AT_NIGHT or "long" in request.config.option.markexpr]
     found: dict[str, list[Measured]] = {}
     for size in (1, 2, 3, 4):
-        names = tuple(name for name, case in CASES.items() if prod(case[1].values()) == size)
+        names = tuple(name for name in chosen if prod(CASES[name][1].values()) == size)
         ranks = run_world(size, measure_all, names)
         found |= {name: [rank[name] for rank in ranks] for name in names}
     return found
@@ -136,7 +140,7 @@ def sizes(name: str, model: ModelSize, optimizer: str = "adamw") -> tuple[ModelS
     return model, training
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if OPTIMIZER_OF.get(name) != "adafactor"])
+@pytest.mark.parametrize("name", some_of([name for name in CASES if "adafactor" not in name], *AT_NIGHT))
 def test_ranks_hold_and_send_what_is_forecast(name: str, model: ModelSize, measured: dict[str, list[Measured]]) -> None:
     _, mesh, _, others = CASES[name]
     ranks, optimizer = measured[name], OPTIMIZER_OF.get(name, "adamw")

@@ -263,6 +263,7 @@ def in_a_valley(rank: int, world: int) -> dict[str, float]:
     return ends
 
 
+@pytest.mark.long  # a training to its end; the tests above hold each round's moments against means by hand
 def test_averaged_moments_reach_the_ground_of_a_valley_that_local_ones_miss() -> None:
     ends = run_world(2, in_a_valley)[0]
     assert ends["average"] < 0.05 and ends["average:exp_avg=3,exp_avg_sq=6"] < 0.05, ends

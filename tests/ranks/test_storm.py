@@ -33,6 +33,7 @@ def test_cells_that_are_killed_come_back_and_leave_nothing_behind(tmp_path: Path
     assert federation.left() == 0
 
 
+@pytest.mark.long  # half a minute; tests/ranks/test_elastic.py kills two of three cells one after the other
 @pytest.mark.skipif(find_spec("torchft") is None, reason="needs the extra elastic")
 def test_cells_that_are_left_go_on_however_few_they_are(tmp_path: Path) -> None:
     """The launcher has started them all, so they know that nobody else can hold the run's model."""

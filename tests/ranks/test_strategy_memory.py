@@ -15,6 +15,7 @@ MEGABYTES, WIDTH = 250, 512
 """docs/benchmarks/strategies.rst has more; with still less, what a process holds besides the model decides."""
 
 
+@pytest.mark.long  # half a minute; CI counts what ranks hold in tests/ranks/test_memory_model.py
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux tells the peak of the resident memory")
 def test_memory_of_fsdp_is_a_fraction_of_one_device(tmp_path: Path) -> None:
     def measure(processes: int) -> dict[str, Any]:

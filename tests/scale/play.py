@@ -17,7 +17,7 @@ import xffl
 from tests.rounds import aggregator_of
 from tests.scale.recorded import BACKEND, RANKS_OF_NODE, Play, RecordedGroup, RecordedStore
 from xffl.aggregation.engine.voting.votes import RoundStatus
-from xffl.compat.gloo_connections import LAZY_VARIABLE
+from xffl.compat.gloo_connections import LAZY_VARIABLE, SHORT_VARIABLE
 from xffl.distributed import session
 from xffl.distributed.startup import meeting, open_files
 from xffl.topology import Topology
@@ -96,7 +96,14 @@ def _recorded(play: Play) -> Iterator[None]:
         return Connected()
 
     def made(store: dist.Store, number: int, size: int, __: timedelta) -> RecordedGroup:
-        return RecordedGroup(play, store, number, size, is_lazy=os.environ.get(LAZY_VARIABLE) == "1")
+        return RecordedGroup(
+            play,
+            store,
+            number,
+            size,
+            is_lazy=os.environ.get(LAZY_VARIABLE) == "1",
+            is_short=os.environ.get(SHORT_VARIABLE) == "1",
+        )
 
     packed = RoundStatus.packed
 

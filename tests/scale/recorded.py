@@ -221,9 +221,12 @@ class RecordedGroup(dist.ProcessGroup):
     :param rank: Its rank in the group.
     :param size: The ranks of the group.
     :param is_lazy: Whether gloo connects it at its first messages.
+    :param is_short: Whether the addresses of a mesh have no numbers of pairs.
     """
 
-    def __init__(self, play: Play, store: dist.Store, rank: int, size: int, *, is_lazy: bool) -> None:
+    def __init__(
+        self, play: Play, store: dist.Store, rank: int, size: int, *, is_lazy: bool, is_short: bool = False
+    ) -> None:
         super().__init__(rank, size)
         self._group_store = store
         self._play = play
@@ -237,7 +240,8 @@ class RecordedGroup(dist.ProcessGroup):
         if is_lazy:
             play.ask("group", ADDRESS_BYTES)
         else:
-            play.ask("group", store_bytes_of_group(size), store_requests_of_group(size))
+            # The one that says that the rank has come is xffl's own.
+            play.ask("group", store_bytes_of_group(size, is_short=is_short), store_requests_of_group(size) - 1)
             self._connected.update(other for other in range(size) if other != rank)
             play.counts.connections += size - 1
 

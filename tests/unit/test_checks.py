@@ -16,10 +16,11 @@ from xffl.aggregation.algorithms.robust import GeometricMedian, MultiKrum
 from xffl.aggregation.algorithms.schedules import EveryEpochs, PerCell, Warmup
 from xffl.aggregation.bench import Effort
 from xffl.aggregation.compression import Blockwise
-from xffl.aggregation.config import RoundArguments, validate_round_config
 from xffl.aggregation.federations.hierarchical import read_levels
 from xffl.aggregation.options import Options
 from xffl.aggregation.privacy import Accountant, Privacy, SecureSum
+from xffl.aggregation.rounds.config import RoundArguments
+from xffl.aggregation.rounds.given_config import validate_round_config
 from xffl.checkpoint import CheckpointManager
 from xffl.checks import decimal, integer, one_of, real
 from xffl.cluster.environment import detect_environment

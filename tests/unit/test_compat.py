@@ -359,7 +359,7 @@ def test_a_number_that_is_no_socket_any_more_leaves_no_descriptor_behind() -> No
 
 def test_gloo_has_no_option_of_a_group_that_connects_lazily() -> None:
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    assert not [name for name in dir(options) if "lazy" in name.lower()], "use it in place of connect_lazily"
+    assert not [name for name in dir(options) if "lazy" in name.lower()], "use it in place of connect_as"
 
 
 def test_gloo_has_no_option_by_which_a_silent_connection_ends() -> None:

@@ -74,9 +74,65 @@ def test_isolated_cells_need_checkpoints_of_like_steps(given: list[dict[str, Any
     trainer = SimpleNamespace(checkpoint_callbacks=[ModelCheckpoint("here", **options) for options in given])
     isolated: Any = SimpleNamespace(isolated=object(), cells=2)
     with pytest.raises(ConfigError, match=text) if text else nullcontext():
-        check_saves(trainer, isolated)
+        check_saves(trainer, isolated, 10)
     elastic: Any = SimpleNamespace(isolated=None, cells=2)
-    check_saves(trainer, elastic)  # goes on from its own
+    check_saves(trainer, elastic, 10)  # goes on from its own
+
+
+@pytest.mark.parametrize(
+    ("every", "is_alike"),
+    [
+        (None, True),
+        ("divergence:every=2,threshold=0.4", True),
+        ("per_cell:counts=[2,2]", True),
+        ("per_cell:counts=[2,3]", False),
+        ("seconds:seconds=60", False),
+        ("balanced:every=10", False),
+        ("epochs:epochs=1,steps_per_epoch=[20,36]", False),
+        ({"name": "warmup", "rounds": 2, "every": 1, "then": 10}, True),
+        ({"name": "warmup", "rounds": 2, "every": 1, "then": "balanced:every=10"}, False),
+    ],
+)
+def test_cells_that_make_unlike_steps_need_checkpoints_of_rounds(every: Any, is_alike: bool) -> None:
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from xffl.integrations.lightning import RoundCheckpoint
+    from xffl.integrations.lightning.refusals import check_saves
+
+    isolated: Any = SimpleNamespace(isolated=object(), cells=2)
+    of_steps, of_epochs = ModelCheckpoint("here", every_n_train_steps=10), ModelCheckpoint("here")
+    of_rounds, of_a_metric = RoundCheckpoint("here", every_n_rounds=5), {"monitor": "loss", "every_n_rounds": 5}
+    text = r"unlike numbers of steps between two rounds.* add RoundCheckpoint\(every_n_rounds=10\)"
+    for saves, is_refused in (
+        ([of_steps], not is_alike),
+        ([of_epochs], not is_alike and "epochs" not in str(every)),
+        ([of_steps, of_rounds], False),
+        ([], False),
+    ):
+        with pytest.raises(ConfigError, match=text) if is_refused else nullcontext():
+            check_saves(SimpleNamespace(checkpoint_callbacks=saves), isolated, every)
+    with pytest.raises(ConfigError, match="monitor='loss'"):
+        check_saves(SimpleNamespace(checkpoint_callbacks=[RoundCheckpoint("here", **of_a_metric)]), isolated, every)
+
+
+def test_a_checkpoint_of_rounds_saves_after_each_that_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from xffl.integrations.lightning import RoundCheckpoint
+
+    saved: list[int] = []
+    rounds = [3]
+    monkeypatch.setattr(ModelCheckpoint, "on_train_batch_end", lambda *_: saved.append(rounds[-1]))
+    saves, other = RoundCheckpoint(every_n_rounds=2), RoundCheckpoint(every_n_rounds=3)
+    assert saves.state_key != other.state_key
+    with pytest.raises(ConfigError, match=r"add FederatedRounds\(...\) to the same Trainer"):
+        saves.on_train_start(None, None)
+    saves.follow(lambda: rounds[-1])
+    saves.on_train_start(None, None)
+    for made in (3, 4, 4, 5, 6, 6):
+        rounds.append(made)
+        saves.on_train_batch_end(None, None, None, None, 0)
+    assert saved == [4, 6]
 
 
 class LongerCell(LoneNotes):
@@ -99,6 +155,7 @@ class LongerCell(LoneNotes):
         ([{}, {"every_n_train_steps": 10}], 36, 10, None),
         ([{"save_weights_only": True}], 36, 10, None),
         ([{}], 36, {"name": "epochs", "epochs": 1, "steps_per_epoch": [20, 36]}, None),
+        ([{}], 36, {"name": "epochs", "epochs": 1, "steps_per_epoch": 20}, "20, 36 batches"),
     ],
 )
 def test_isolated_cells_with_unequal_epochs_need_checkpoints_of_steps(

@@ -56,7 +56,7 @@ def ending(told: str) -> dict[str, str]:
             "--federated 8,8 --hsdp 4 --params 1e9 --link-gbps 1",
             ("sends 4 GB, in 32 s", "52.8 min of local steps", "5 GB on a rank, beside", "--simulate --link-ms"),
         ),
-        (FACILITIES, ("takes 32.09 s", "94.0 % of the time", "5 GB on a rank", '--codec int8 (codec="int8"): a round')),
+        (FACILITIES, ("takes 32.08 s", "94.0 % of the time", "5 GB on a rank", '--codec int8 (codec="int8"): a round')),
         (RACKS, ("takes 4 s", "83.3 %", "40 GB", "--rails (rails=True): a round of 1.123 s instead of 4 s")),
         (f"{LONG} --bucket-mib 0.5", ("takes 48.22 s", "67.5 %", "40 GB", "--bucket-mib 4 (bucket_bytes=4 * 2**20)")),
         (

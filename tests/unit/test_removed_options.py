@@ -9,8 +9,9 @@ import torch
 
 import xffl
 from tests.unit.test_global_model import make
-from xffl.aggregation.config import RoundArguments, validate_round_config
 from xffl.aggregation.options import refuse_removed
+from xffl.aggregation.rounds.config import RoundArguments
+from xffl.aggregation.rounds.given_config import validate_round_config
 from xffl.training.mixins.federated import FederationConfig
 
 

@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 from xffl.aggregation.algorithms.every_steps import EverySteps
-from xffl.aggregation.config import RoundArguments, RoundConfig
 from xffl.aggregation.engine.decision.consensus import RoundBroken, RoundInput
 from xffl.aggregation.federated_scaling import Countdown, FederatedScaling
 from xffl.aggregation.report import ElasticRoundReport, RoundReport
 from xffl.aggregation.rounds import elastic
 from xffl.aggregation.rounds.choose import choose_rounds
+from xffl.aggregation.rounds.config import RoundArguments, RoundConfig
 from xffl.aggregation.rounds.elastic import ElasticRounds
 from xffl.aggregation.rounds.hooks import LoopHooks, check_hooks
 from xffl.aggregation.rounds.offer import (

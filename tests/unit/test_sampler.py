@@ -16,6 +16,7 @@ from xffl.errors import ConfigError, StateError, TopologyError
 from xffl.topology import DataPlace, Topology
 from xffl.training.data.partition import dirichlet, iid
 from xffl.training.data.place import share_of
+from xffl.training.data.position import EpochPosition
 from xffl.training.data.sampler import CellBatchSampler, CellOrder, CellSampler
 
 TOPOLOGIES = [
@@ -277,6 +278,15 @@ def test_a_loop_that_breaks_goes_on_where_it_was() -> None:
     assert sampler.position == 5
     assert seen + list(run(sampler, epochs=1)) == whole
     assert (sampler.epoch, sampler.position) == (1, 0)
+
+
+@pytest.mark.parametrize("epoch, position", [(-1, 0), (0, 6), (1.5, 1)])
+def test_a_position_that_is_refused_changes_nothing(epoch: float, position: int) -> None:
+    at = EpochPosition()
+    assert at.load_state_dict({"epoch": 2, "position": 3}, most=5) and not at.choose(2)
+    with pytest.raises(ConfigError):
+        at.load_state_dict({"epoch": epoch, "position": position}, most=5)
+    assert at.state_dict() == {"epoch": 2, "position": 3}
 
 
 def test_state_is_the_same_on_all_ranks_of_a_cell_only() -> None:

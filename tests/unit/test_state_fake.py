@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from tests.worlds import fake_world
-from xffl.distributed import DistributedState
+from xffl.distributed import DistributedState, distributed_state
 from xffl.distributed.agreement.consistency import ranks_text
 from xffl.distributed.distributed_state import create_device_mesh
-from xffl.distributed.groups import new_group
+from xffl.distributed.groups import new_group, without_host_side
 from xffl.distributed.round_groups import make_round_groups
 from xffl.errors import ConfigError, StateError, TopologyError
 from xffl.topology import Topology
@@ -116,13 +116,38 @@ def test_rounds_make_handles_for_the_groups_whose_handles_they_use_in_turn() -> 
 
     with fake_world(8, 4):
         groups = make_round_groups(create, Topology(8, (4, 4), 2), rank=4, timeout_s=60.0, handles=4)
-    assert made == ["xffl_federation", "xffl_replica", *["xffl_federated"] * 4]
+    assert made == ["xffl_federation", "xffl_replica", "xffl_federated", *["xffl_federated_stream"] * 3]
     assert {kind: len(handles or ()) for kind, handles in groups.items()} == {
         "world": 1,
         "federation": 1,
         "replica": 1,
         "federated": 4,
     }
+
+
+def test_further_handles_of_streams_have_no_connections_of_gloo() -> None:
+    assert [without_host_side(each) for each in ("nccl", "gloo", "cpu:gloo,cuda:gloo")] == [
+        *("nccl", "gloo", "cpu:gloo,cuda:gloo")
+    ]
+    asked: list[tuple[str, str | None]] = []
+
+    def made(ranks: tuple[int, ...], timeout_s: float, name: str, backend: str | None, **_: object) -> object:
+        asked.append((name, backend))
+        return dist.new_group(ranks, use_local_synchronization=True)
+
+    with fake_world(8, 5), pytest.MonkeyPatch.context() as patch:
+        state = DistributedState()
+        state.set_global("fake", CPU, None, None, 5, 8)
+        state.streams = (object(), object())  # type: ignore[assignment]  # no GPU here
+        patch.setattr(distributed_state, "new_group", made)
+        patch.setattr(dist, "get_backend_config", lambda group=None: "cpu:gloo,cuda:nccl")
+        state.set_federated_scaling((4, 4), 2)
+    assert [name for name, _ in asked if name.endswith("_stream")] == [
+        "xffl_replica_stream",
+        "xffl_federated_placeholder_stream",
+    ]
+    assert {given for name, given in asked if name.endswith("_stream")} == {"cuda:nccl"}
+    assert {given for name, given in asked if not name.endswith("_stream")} == {None}
 
 
 def test_a_new_state_says_nothing() -> None:

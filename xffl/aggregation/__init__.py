@@ -11,11 +11,11 @@ from xffl.lazy import lazy_names
 
 if TYPE_CHECKING:
     from xffl.aggregation.aggregator import Aggregator
-    from xffl.aggregation.expert_tokens import ExpertTokens
     from xffl.aggregation.federated_scaling import FederatedScaling
     from xffl.aggregation.federations.hierarchical import Level, Levels
     from xffl.aggregation.report import RoundReport
     from xffl.aggregation.rounds.hooks import LoopHooks
+    from xffl.aggregation.steps.expert_tokens import ExpertTokens
 
 __all__ = ["Aggregator", "ExpertTokens", "FederatedScaling", "Level", "Levels", "LoopHooks", "RoundReport"]
 

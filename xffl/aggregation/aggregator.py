@@ -28,10 +28,10 @@ from xffl.aggregation.engine.decision.consensus import (
     RoundNumbers,
 )
 from xffl.aggregation.engine.decision.inconsistent import (
-    count_inconsistent,
+    INCONSISTENT_COUNT,
+    INCONSISTENT_MARK,
     find_inconsistent,
     refuse_inconsistent,
-    without_wrappers,
 )
 from xffl.aggregation.engine.decision.inconsistent_model import mark_inconsistent
 from xffl.aggregation.engine.exchange import Exchange, RoundRun
@@ -61,6 +61,7 @@ from xffl.aggregation.report import RoundProfile, RoundReport
 from xffl.distributed.agreement.consistency import barrier
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import destroy_group
+from xffl.distributed.values.sharding import without_wrappers
 from xffl.errors import ConfigError, RoundError, StateError, TornError, XfflError
 
 __all__ = ["Aggregator", "PendingRound"]
@@ -176,7 +177,7 @@ class Aggregator:
         self.is_closed = False
         """Whether :meth:`close` has given process groups back."""
         self._bare_model = without_wrappers(model)  # which has the mark of an inconsistent model
-        self._inconsistent_count = count_inconsistent(self._bare_model)
+        self._inconsistent_count: int = getattr(self._bare_model, INCONSISTENT_COUNT, 0)
 
         def read() -> tuple[Options, Manifest]:
             self.check()
@@ -428,7 +429,8 @@ class Aggregator:
                     self._mark_inconsistent(error)
                 raise
             self.check()
-            if pending.is_overtaken or count_inconsistent(self._bare_model) != inconsistent_count:
+            was_inconsistent = getattr(self._bare_model, INCONSISTENT_COUNT, 0) != inconsistent_count
+            if pending.is_overtaken or was_inconsistent:
                 self.under_way = None
                 self._coordinator.release()
                 pending.refuse()
@@ -496,7 +498,8 @@ class Aggregator:
         :raises RoundError: if a failed round may have left different weights on different ranks, until a state dict has
             been loaded into the model.
         """
-        refuse_inconsistent(self._bare_model)
+        if hasattr(self._bare_model, INCONSISTENT_MARK):
+            refuse_inconsistent(self._bare_model)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs: the number of rounds, what lossy codecs remember, and the server's state.
@@ -523,7 +526,7 @@ class Aggregator:
         self._coordinator.reconnect()
         load_memory(self._exchange, state, fragments=self.fragments)
         self.rounds = int(state["rounds"])
-        self._inconsistent_count = count_inconsistent(self._bare_model)
+        self._inconsistent_count = getattr(self._bare_model, INCONSISTENT_COUNT, 0)
         first_round = self._exchange.find(FirstRound)
         if first_round is not None:
             first_round.note_start()
@@ -558,7 +561,7 @@ class Aggregator:
 
     def _forget_if_inconsistent(self) -> None:
         """Forget what codecs and servers start from if the model became inconsistent since, by any aggregator."""
-        inconsistent_count = count_inconsistent(self._bare_model)
+        inconsistent_count = getattr(self._bare_model, INCONSISTENT_COUNT, 0)
         if inconsistent_count != self._inconsistent_count:
             self._inconsistent_count = inconsistent_count
             for stage in self._exchange.stages:

@@ -137,14 +137,9 @@ class _Block(nn.Sequential):
     """The tensors of a transformer block."""
 
     def __init__(self, width: int) -> None:
-        super().__init__(
-            nn.LayerNorm(width),
-            nn.Linear(width, 3 * width),
-            nn.Linear(width, width),
-            nn.LayerNorm(width),
-            nn.Linear(width, 4 * width),
-            nn.Linear(4 * width, width),
-        )
+        attention = (nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width))
+        feed_forward = (nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width))
+        super().__init__(*attention, *feed_forward)
 
 
 def round_variants(topology: Topology) -> dict[str, dict[str, Any]]:

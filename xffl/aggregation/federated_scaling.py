@@ -16,14 +16,14 @@ from torch.utils.hooks import RemovableHandle
 from xffl.aggregation.aggregator import Aggregator
 from xffl.aggregation.algorithms.clients import Client
 from xffl.aggregation.algorithms.every_steps import Schedule
-from xffl.aggregation.config import RoundArguments, check_stepped, parse_round_config
-from xffl.aggregation.engine.decision.inconsistent import refuse_inconsistent, without_wrappers
+from xffl.aggregation.engine.decision.inconsistent import INCONSISTENT_MARK, refuse_inconsistent
 from xffl.aggregation.engine.setup import check_given
 from xffl.aggregation.federations.hierarchical import Levels
 from xffl.aggregation.report import ElasticRoundReport, RoundReport
 from xffl.aggregation.rounds.choose import choose_rounds
+from xffl.aggregation.rounds.config import RoundArguments, check_stepped, parse_round_config
 from xffl.aggregation.rounds.former_attributes import FormerAttribute
-from xffl.aggregation.rounds.hooks import LoopHooks, check_hooks
+from xffl.aggregation.rounds.hooks import NO_HOOKS, LoopHooks, check_hooks
 from xffl.aggregation.rounds.offer import Averaged, FinalOffer, Outcome, RoundOffer, StepLedger
 from xffl.aggregation.rounds.uncounted import CountingCheck
 from xffl.aggregation.steps.client_steps import ClientSteps, MomentumSteps
@@ -31,16 +31,17 @@ from xffl.aggregation.steps.contributions import backward_error
 from xffl.aggregation.steps.nested_steps import outermost
 from xffl.aggregation.steps.stale_gradients import StaleGradients
 from xffl.aggregation.steps.step_observers import StepObserver, are_plain, may_be_wrapped, needs_following
-from xffl.aggregation.steps.weight_copies import CopyWatch, tell_swaps
 from xffl.aggregation.steps.wrapped_optimizers import StepHook, steps_may_nest
 from xffl.checks import integer
 from xffl.compat.pytorch import is_in_backward
 from xffl.distributed.agreement.consistency import run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState, cell_world_of
+from xffl.distributed.values.sharding import without_wrappers
 from xffl.errors import CheckpointError, ConfigError, StateError, XfflError
 
 if TYPE_CHECKING:
     from xffl.aggregation.federations.elastic import ElasticAggregator
+    from xffl.aggregation.steps.weight_copies import CopyWatch
 
 __all__ = ["FederatedScaling"]
 
@@ -166,7 +167,7 @@ class FederatedScaling:
         """The cell of this rank."""
         self._rounds = rounds
         """What makes the rounds."""
-        self._hooks = LoopHooks() if hooks is None else hooks
+        self._hooks = NO_HOOKS if hooks is None else hooks
         """What the loop wants to be asked."""
         self._on_round = on_round
         """Whom the caller wants to be told of each round."""
@@ -460,7 +461,9 @@ class FederatedScaling:
         elif needs_following(self._config.optimizers):
             observers.append(MomentumSteps(self._ledger.normalized_steps))
             self._effort_of_step = self._ledger.normalized_steps.of_step
-        if self._tells_copies:
+        if self._tells_copies and not are_plain(self._config.optimizers):
+            from xffl.aggregation.steps.weight_copies import CopyWatch, tell_swaps
+
             tell_swaps(self._config.optimizers)
             self._copy_watch = CopyWatch()
             observers.append(self._copy_watch)
@@ -476,7 +479,8 @@ class FederatedScaling:
         """Raise where no step may be made now."""
         if is_in_backward():
             raise backward_error(what)
-        refuse_inconsistent(self._bare_model)
+        if hasattr(self._bare_model, INCONSISTENT_MARK):
+            refuse_inconsistent(self._bare_model)
 
     def _make_joining_hooks(self) -> tuple[StepHook, StepHook]:
         """Return the hooks of a cell that joins others before its next step, at the latest.

@@ -118,72 +118,21 @@ class Options:
 
     def _check_together(self) -> None:
         """Raise where two options exclude each other."""
-        compares = self.combiner.needs_distances
         if self.overlap and not self.atomic:
             raise ConfigError(
                 "overlap=True needs atomic=True: the model trains on while its mean is collected beside it"
             )
-        if self.needs_agreed and not self.atomic:
-            raise ConfigError(
-                "atomic=False does not go with a server optimizer, privacy, norms, tensor_weights, or a combiner that "
-                "scales steps: they need the mean beside the model; leave atomic=True"
-            )
-        if self.form == "two_hop" and compares:
-            raise ConfigError(f"form='two_hop' does not go with {_text(self.combiner)}, which compares whole models")
-        if self.privacy is not None:
-            if self.privacy.where == "sum" and self.secure is None:
-                raise ConfigError(
-                    "privacy's where='sum' gives a cell's own values too little noise to be seen; use secure sums with "
-                    "it, or where='cell'"
-                )
-            if self.privacy.where == "sum" and not isinstance(self.combiner, Mean):
-                raise ConfigError(
-                    f"privacy's where='sum' adds its noise up over cells that count alike, and {_text(self.combiner)} "
-                    "may let one count for more; use combine='mean', or where='cell'"
-                )
-            if self.fragments > 1:
-                raise ConfigError("privacy clips whole updates, so it needs fragments=1")
-        if self.has_norms and (self.privacy is not None or self.secure is not None):
-            hint = "leave out norms=True, and rounds that need it"
-            if self.combiner.needs_norms:
-                hint = f"{_text(self.combiner)} needs it, so give another combiner"
-            raise ConfigError(
-                f"all cells learn the norm of a cell's update, which privacy and secure=True are to prevent; {hint}"
-            )
-        if self.tensor_counts is not None and not isinstance(self.combiner, Mean):
-            raise ConfigError(
-                f"tensor_weights take the place of the cells' weights in the mean, and {_text(self.combiner)} combines "
-                "otherwise; leave one of them out"
-            )
-        if self.tensor_counts is not None and (self.privacy is not None or self.secure is not None):
-            raise ConfigError(
-                "tensor_weights tell all cells what each has counted, and privacy and secure sums are to hide what a "
-                "cell's data are like; leave one of them out"
-            )
-        if self.secure is not None and (compares or not isinstance(self.combiner, WeightedCombiner)):
-            raise ConfigError(
-                f"secure=True shows only a sum, and {_text(self.combiner)} looks at each cell's values; take one"
-            )
+        if type(self.combiner) is not Mean or self.needs_agreed or self.secure is not None:
+            from xffl.aggregation.algorithms.combinations import check_features
+
+            check_features(self, _text(self.combiner))
 
     def check_model(self, manifest: Manifest, device: torch.device) -> None:
         """Raise where an option does not go with the model or the device."""
-        moving = manifest.moving
-        if (self.privacy is not None or self.secure is not None) and any(entry.moment for entry in moving):
-            raise ConfigError(
-                "moments tell of a cell's gradients, and privacy and secure sums are about updates of the model; leave "
-                "moments out, or give moments='reset'"
-            )
-        if self.privacy is not None and (bare := [entry.name for entry in moving if not entry.is_stepped]):
-            raise ConfigError(
-                f"privacy is for trainable parameters, but {bare[:5]} would cross as they are; give them policy 'local'"
-            )
-        if self.secure is not None and (bare := [entry.name for entry in moving if entry.policy == "first"]):
-            raise ConfigError(
-                f"secure=True hides means, but {bare[:5]} are taken from cell 0; give them policy 'local'"
-            )
-        encoded = sorted(name for name, codec in manifest.codecs.items() if codec is not None)
-        if self.secure is not None and encoded:
-            raise ConfigError(f"secure=True adds up fixed-point numbers and goes with no codec such as {encoded[0]!r}")
+        if self.privacy is not None or self.secure is not None:
+            from xffl.aggregation.algorithms.combinations import check_protected
+
+            check_protected(self, manifest)
         if self.overlap and device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
             raise ConfigError(
                 "CUDA_DEVICE_MAX_CONNECTIONS=1 lets a GPU begin one thing at a time, so that rounds behind local steps "

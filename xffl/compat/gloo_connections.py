@@ -1,4 +1,4 @@
-"""When gloo connects the ranks of a group: all of them to all when it is made, or two of them at their first message.
+"""How gloo connects the ranks of a group: all of them to all when it is made, or two of them at their first message.
 
 In a mesh each rank stores 154 + 8 N bytes for a group of N ranks, reads that of all others, and keeps N - 1 sockets:
 at 4,096 ranks rank 0's store hands out 552 GB. torch 2.11 to 2.13 connect lazily if ``TORCH_GLOO_LAZY_INIT`` says so,
@@ -6,13 +6,21 @@ which they read for each group that they make, and they take no option of a grou
 https://github.com/pytorch/pytorch/blob/v2.11.0/torch/csrc/distributed/c10d/ProcessGroupGloo.cpp
 (``getDefaultGlooLazyInit``).
 
-Lazy connections are worse in two ways, so they are for large groups, and opened when these are made. One side of a
-pair waits for the other to connect: it notices that this one is lost only after five times the group's timeout
-(``Pair::waitUntilConnected``), and not at once; and a message that is only to be started waits, too. In groups that run
-collectives alone a barrier opens all connections that gloo's other collectives use, but those of gathers to one rank
-and of all-to-all. In groups in which single ranks message each other all pairs are connected one after the other: a
-rank then reads 154 bytes of each other one, and not 154 + 8 N. The votes of rounds message single ranks of the world,
-too: an aggregator opens these connections when it is made.
+Lazy connections are worse in two ways, so they are for large groups that run collectives alone, and opened when these
+are made. One side of a pair waits for the other to connect: it notices that this one is lost only after five times the
+group's timeout (``Pair::waitUntilConnected``), and not at once; and a message that is only to be started waits, too. A
+barrier opens all connections that gloo's other collectives use, but those of gathers to one rank and of all-to-all. The
+votes of rounds message single ranks of the world, too: an aggregator opens these connections when it is made.
+
+Two more variables of gloo's, read for each group, make meshes cheaper
+(https://github.com/pytorch/gloo/blob/main/gloo/transport/tcp/context.cc, ``createAndConnectAllPairs``; in torch 2.11 to
+2.13):
+
+- ``GLOO_ENABLE_STORE_V2_API``: a rank reads the addresses of 128 others with one request, from stores that can
+  (``Store.has_extended_api``: TCPStore and HashStore, not FileStore). No other rank has to do so, too. The request
+  waits as long as the store says, and not the group: :mod:`xffl.distributed.groups` ends waits that are longer.
+- ``GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER``: an address is 154 bytes at any N. All ranks of a group have to do so: a rank
+  without it reads numbers that are not there. So it is for large groups only, in which ranks message each other.
 """
 
 from __future__ import annotations
@@ -21,16 +29,34 @@ import os
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from enum import Enum
 
 from xffl.compat.datasets import ENVIRON
 
-__all__ = ["LAZY_VARIABLE", "MESH_LIMIT", "MESH_LIMIT_OF_MANY", "connect_lazily", "is_lazy"]
+__all__ = [
+    "BATCH",
+    "BATCH_VARIABLE",
+    "LAZY_VARIABLE",
+    "MESH_LIMIT",
+    "MESH_LIMIT_OF_MANY",
+    "SHORT_VARIABLE",
+    "Form",
+    "connect_as",
+    "form_of_group",
+    "is_lazy",
+]
 
 LAZY_VARIABLE = "TORCH_GLOO_LAZY_INIT"
 """torch's own variable."""
+BATCH_VARIABLE = "GLOO_ENABLE_STORE_V2_API"
+"""gloo's own: addresses are read many at once."""
+BATCH = 128
+"""How many at once."""
+SHORT_VARIABLE = "GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER"
+"""gloo's own: addresses are without the numbers of pairs."""
 MESH_LIMIT = 256
-"""Ranks of the largest world whose groups are meshes: 66,000 requests of rank 0's store, and 144 MB from it."""
+"""Ranks of the largest world whose groups are meshes: 1,000 requests of rank 0's store, and 144 MB from it."""
 MESH_LIMIT_OF_MANY = 32
 """Ranks of the largest group that is a mesh in larger worlds, where there are many such groups."""
 
@@ -48,19 +74,55 @@ def is_lazy(size: int, environ: Mapping[str, str] = ENVIRON, *, world_size: int 
     :param world_size: Ranks of the world that it is a part of; ``None``: it is the world.
     :return: Whether it is.
     """
-    asked = None if environ is ENVIRON and _blocks.are_open else environ.get(LAZY_VARIABLE)
-    if asked is not None:
-        return asked.lower() in _TRUE
+    if not _is_unset(LAZY_VARIABLE, environ):
+        return environ[LAZY_VARIABLE].lower() in _TRUE
     # Connections over TLS, and those of other systems than Linux, refuse it.
     is_possible = sys.platform == "linux" and environ.get("GLOO_DEVICE_TRANSPORT", "TCP").upper() == "TCP"
     is_of_many = (size if world_size is None else world_size) > MESH_LIMIT
     return is_possible and is_of_many and size > min(MESH_LIMIT, MESH_LIMIT_OF_MANY)
 
 
-class _Blocks:
-    """Blocks of threads of this process that need the variable; it is process-wide, as torch's variable is."""
+class Form(Enum):
+    """How the ranks of a group over gloo find and connect each other; the value is the variables that say so."""
 
-    def __init__(self) -> None:
+    MESH = (BATCH_VARIABLE,)
+    """All to all; each rank reads which number its pair has at each other one"""
+    SHORT_MESH = (BATCH_VARIABLE, SHORT_VARIABLE)
+    """All to all, by the numbers of ranks"""
+    LAZY = (LAZY_VARIABLE,)
+    """Two at their first message"""
+
+
+def form_of_group(
+    size: int, environ: Mapping[str, str] = ENVIRON, *, world_size: int | None = None, has_messages: bool = False
+) -> Form:
+    """Return how a group of so many ranks is to connect; local, and the same on all its ranks.
+
+    :param size: Ranks of the group.
+    :param environ: The environment.
+    :param world_size: Ranks of the world that it is a part of; ``None``: it is the world.
+    :param has_messages: Whether single ranks message each other in it, instead of collectives alone.
+    :return: The form.
+    """
+    if not is_lazy(size, environ, world_size=world_size):
+        return Form.MESH
+    is_asked_for = not _is_unset(LAZY_VARIABLE, environ)
+    return Form.SHORT_MESH if has_messages and not is_asked_for else Form.LAZY
+
+
+def _is_unset(name: str, environ: Mapping[str, str]) -> bool:
+    """Tell whether the user has not set a variable."""
+    return (environ is ENVIRON and _blocks[name].are_open) or name not in environ
+
+
+class _Blocks:
+    """Blocks of threads of this process that need a variable; it is process-wide, as gloo's variables are.
+
+    :param name: The variable.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
         self._lock = threading.Lock()
         self._open = 0
 
@@ -69,41 +131,39 @@ class _Blocks:
         """Whether the variable is what a block has set."""
         return self._open > 0
 
-    def enter(self) -> bool:
-        """Set the variable unless the user has; tell whether this block has to be left."""
+    @contextmanager
+    def set_in_block(self) -> Iterator[None]:
+        """Set the variable unless the user has."""
         with self._lock:
-            if not self._open and LAZY_VARIABLE in os.environ:
-                return False
-            self._open += 1
-            os.environ[LAZY_VARIABLE] = "1"
-            return True
+            is_needed = self._open > 0 or self._name not in os.environ
+            if is_needed:
+                self._open += 1
+                os.environ[self._name] = "1"
+        try:
+            yield
+        finally:
+            if is_needed:
+                with self._lock:
+                    self._open -= 1
+                    if not self._open:
+                        os.environ.pop(self._name, None)
 
-    def leave(self) -> None:
-        """Take the variable away where no other block needs it."""
-        with self._lock:
-            self._open -= 1
-            if not self._open:
-                os.environ.pop(LAZY_VARIABLE, None)
 
-
-_blocks = _Blocks()
-"""State of the process: the last block that is left takes the variable away."""
+_blocks = {name: _Blocks(name) for name in (LAZY_VARIABLE, BATCH_VARIABLE, SHORT_VARIABLE)}
+"""State of the process: the last block that is left takes its variable away."""
 
 
 @contextmanager
-def connect_lazily(asked: bool) -> Iterator[None]:
-    """Let the groups that are made in the block connect lazily if that is asked for; a value of the user's own stays.
+def connect_as(form: Form) -> Iterator[None]:
+    """Let the groups over gloo that are made in the block have a form; values of the user's own stay.
 
     Several threads may be in such blocks at once. A lock around them would let ranks wait for each other whose threads
     make their groups in unlike orders.
 
-    :param asked: Whether it is.
+    :param form: The form.
     :yield: Nothing.
     """
-    if not asked or not _blocks.enter():
+    with ExitStack() as variables:
+        for name in form.value:
+            variables.enter_context(_blocks[name].set_in_block())
         yield
-        return
-    try:
-        yield
-    finally:
-        _blocks.leave()

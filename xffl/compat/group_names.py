@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from unittest import mock
 from weakref import WeakKeyDictionary
@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-__all__ = ["AxisName", "fresh_group_name", "fresh_names"]
+__all__ = ["AxisName", "fresh_group_name", "fresh_name", "fresh_names"]
 
 _groups_made: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 """How many groups this process has named in each world, by the group of all its ranks: lives as long as that does"""
@@ -22,20 +22,31 @@ _meshes_made: Counter[tuple[object, ...]] = Counter()
 """How many meshes this process has made of each kind of device and ranks: lives as long as PyTorch's own caches do"""
 
 
-def fresh_group_name(ranks: Sequence[int]) -> AbstractContextManager[object]:
-    """Return a block in which a group is made with a name that no other one has, or had; local.
+@contextmanager
+def fresh_group_name(ranks: Sequence[int]) -> Iterator[str]:
+    """Make a group in the block, with the name that it gets: no other one has it, or had; local.
 
     torch 2.13 names a group that only its ranks make by these and by how many groups there are, so one that is made
     after another was destroyed may get the name of a third, and is refused or connects to addresses of the past:
     https://github.com/pytorch/pytorch/blob/v2.11.0/torch/distributed/distributed_c10d.py (``_hash_ranks_to_str``).
     All ``ranks`` of the group have named as many groups in this world.
     """
+    name = fresh_name(ranks)
+    with mock.patch.object(distributed_c10d, "_process_group_name", return_value=name):
+        yield name
+
+
+def fresh_name(ranks: Sequence[int]) -> str:
+    """Return a name that nothing else of the ranks has, or had, in this world; local, in the same order on all.
+
+    torch 2.13 has none for what is no group, and for groups none that is fresh (:func:`fresh_group_name`):
+    https://github.com/pytorch/pytorch/blob/v2.11.0/torch/distributed/distributed_c10d.py.
+    """
     world = dist.group.WORLD
     assert world is not None, "groups are made in a world"
     number = _groups_made.get(world, 0) + 1
     _groups_made[world] = number
-    name = hashlib.sha1(f"xffl {number} {list(ranks)}".encode(), usedforsecurity=False).hexdigest()
-    return mock.patch.object(distributed_c10d, "_process_group_name", return_value=name)
+    return hashlib.sha1(f"xffl {number} {list(ranks)}".encode(), usedforsecurity=False).hexdigest()
 
 
 class AxisName(str):

@@ -28,6 +28,7 @@ from xffl.distributed.activity import RunActivity
 from xffl.distributed.agreement.consistency import run_on_all_ranks
 from xffl.distributed.groups import (
     ALL_KINDS,
+    OF_STREAM,
     cell_mesh,
     check_backend,
     check_device,
@@ -37,6 +38,7 @@ from xffl.distributed.groups import (
     make_groups,
     new_group,
     with_host_side,
+    without_host_side,
 )
 from xffl.distributed.several_worlds.cell_world import CellWorld
 from xffl.distributed.state_text import state_text
@@ -347,6 +349,8 @@ class DistributedState:
         if self._link_backend is not None:
             crosses = len({self.topology.cell_of(one) for one in (min(checked), max(checked))}) > 1
             backend = self._link_backend if crosses else self.backend
+        if name.endswith(OF_STREAM):
+            backend = without_host_side(backend or dist.get_backend_config())
         has_messages = not name.startswith(_COLLECTIVES_ALONE)
         return new_group(checked, timeout_s, group_desc, backend, has_messages=has_messages)
 
@@ -491,7 +495,11 @@ class DistributedState:
         """
         with _comparison("arguments of set_fsdp") as share:
             self._check_order("set_fsdp")
-            checked = None if mesh is None else _check_mesh(mesh, self._device_kind())
+            checked: DeviceMesh | None = None
+            if mesh is not None:
+                from xffl.distributed.given_mesh import check_mesh
+
+                checked = check_mesh(mesh, self._device_kind())
             share("no mesh" if checked is None else "a mesh")
         replaced = self._setups[-1] if self._setups else None
         with setup_transaction(self, "set_fsdp"):
@@ -881,18 +889,6 @@ def _check_replicas(
             f"{at.shard} and {at.replica}; give those, or call set_hsdp({ranks})"
         )
     return topology
-
-
-def _check_mesh(mesh: object, kind: str) -> DeviceMesh:
-    if not isinstance(mesh, DeviceMesh):
-        raise ConfigError(f"mesh must be a DeviceMesh of one dimension, or None for all ranks, got {mesh!r}")
-    if mesh.ndim != 1:
-        raise ConfigError(f"mesh {mesh!r} has {mesh.ndim} dimensions; give a one-dimensional one, or call set_hsdp")
-    if mesh.device_type != kind:
-        raise ConfigError(f"mesh {mesh!r} is on {mesh.device_type}, the state on {kind}; give a mesh on {kind}")
-    if mesh.get_coordinate() is None:
-        raise TopologyError(f"mesh {mesh!r} does not hold rank {mesh.get_rank()}; give each rank its own mesh")
-    return mesh
 
 
 def _shape_text(topology: Topology) -> str:

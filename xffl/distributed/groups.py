@@ -6,18 +6,21 @@ That is the checks of backends and devices, and the threads that still communica
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager, suppress
+import threading
+from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
 from xffl.checks import index_of, integer
-from xffl.compat.gloo_connections import connect_lazily, is_lazy
+from xffl.compat.gloo_connections import Form, connect_as, form_of_group
 from xffl.compat.group_names import fresh_group_name, fresh_names
 from xffl.errors import ConfigError, StateError
 from xffl.topology import Topology
@@ -47,6 +50,8 @@ STREAMED = frozenset({"replica", "federated"})
 """Kinds of a state's groups that have one handle for each CUDA stream."""
 IN_TURN = frozenset({"federated"})
 """Those that a round's buckets use in turn; of the others it uses the first handle."""
+OF_STREAM = "_stream"
+"""How the names of their further handles end, which carry tensors on GPUs alone."""
 MODEL_AXES = ("dp_replicate", "dp_shard_cp", "tp")
 """Axes of the mesh that FSDP and tensor parallelism share; torch wants both to be parts of one mesh."""
 
@@ -68,8 +73,10 @@ def make_groups(
     for group in topology.groups_of(rank):
         if group.kind not in kinds:
             continue
-        count = handles if group.kind in streamed else 1
-        names = (f"xffl_{group.kind}" if group.member else f"xffl_{group.kind}_placeholder" for _ in range(count))
+        name = f"xffl_{group.kind}" if group.member else f"xffl_{group.kind}_placeholder"
+        names = [name]
+        if group.kind in streamed:
+            names += [name + OF_STREAM] * (handles - 1)
         groups = tuple([create(group.ranks, name) for name in names])
         made[group.kind] = groups if group.member else None
     return made
@@ -85,45 +92,182 @@ def new_group(
 ) -> dist.ProcessGroup:
     """Make a group of some ranks, of the world's backend if no other is given; collective over these ranks only.
 
-    ``has_messages`` tells whether single ranks send to each other in it, instead of collectives alone.
+    ``has_messages`` tells whether single ranks send to each other in it, instead of collectives alone. RuntimeError
+    where another rank does not come within ``timeout_s``, or is lost before it is connected.
     """
     members = list(ranks)
-    with fresh_group_name(members), connected(len(members), has_messages=has_messages) as connect:
-        group: dist.ProcessGroup = dist.new_group(
-            members,
-            timeout=timedelta(seconds=timeout_s),
-            backend=backend,
-            use_local_synchronization=True,
-            group_desc=group_desc,
+    world = dist.group.WORLD
+    assert world is not None, "groups are made in a world"
+    with fresh_group_name(members) as name:
+
+        def make() -> dist.ProcessGroup:
+            group: dist.ProcessGroup = dist.new_group(
+                members,
+                timeout=timedelta(seconds=timeout_s),
+                backend=backend,
+                use_local_synchronization=True,
+                group_desc=group_desc,
+            )
+            return group
+
+        return connect_ranks(
+            make,
+            Gathering(world.get_group_store(), f"xffl_connect/{name}", len(members), timeout_s),
+            backend or dist.get_backend_config(),
+            has_messages=has_messages,
         )
-        connect(group)
-    return group
+
+
+@dataclass(frozen=True)
+class Gathering:
+    """The ranks of a group that is to be made, or connected, and the store where they tell each other of it."""
+
+    store: Store
+    name: str
+    """Of its keys there; no other group has them, or had"""
+    size: int
+    timeout_s: float
+    """How long a rank waits for the others"""
+
+    @property
+    def arrivals(self) -> str:
+        """The key that counts ranks that have come."""
+        return f"{self.name}/here"
+
+    @property
+    def failure(self) -> str:
+        """The key by which a rank tells that it cannot make the group."""
+        return f"{self.name}/failed"
+
+
+Made = TypeVar("Made", bound="dist.ProcessGroup | None")
+"""A group, or nothing where one that is there is connected"""
+
+
+def connect_ranks(
+    make: Callable[[], dist.ProcessGroup],
+    gathering: Gathering,
+    backend: str,
+    *,
+    has_messages: bool = False,
+) -> dist.ProcessGroup:
+    """Make a group, and connect it where gloo would do so later; collective over its ranks.
+
+    Over gloo a large group that runs collectives alone gets the connections of these, and no others: about two for each
+    doubling of its ranks. One in which single ranks send to each other gets all.
+    """
+    if "gloo" not in backend or gathering.size == 1:
+        return make()
+    world_size = dist.get_world_size() if dist.is_initialized() else None
+    form = form_of_group(gathering.size, world_size=world_size, has_messages=has_messages)
+
+    def connect() -> dist.ProcessGroup:
+        group = make()
+        # A rank that is lost from here on is noticed as fast as in a mesh: no collective connects first.
+        if form is Form.LAZY and has_messages:
+            _connect_all_pairs(group)
+        elif form is Form.LAZY:
+            dist.barrier(group)
+        return group
+
+    with connect_as(form):
+        return watched(connect, gathering)
+
+
+def watched(connect: Callable[[], Made], gathering: Gathering) -> Made:
+    """Make or connect a group over gloo in a thread, and return what that returns; collective over its ranks.
+
+    RuntimeError where a rank does not come in time, or is lost meanwhile: gloo itself waits for that one for five times
+    the group's timeout, and nothing ends its wait.
+    """
+    store = gathering.store
+    store.add(gathering.arrivals, 1)
+    usual: timedelta = store.timeout  # type: ignore[attr-defined]
+    store.set_timeout(timedelta(seconds=gathering.timeout_s))  # what asks for many values at once has no other limit
+    try:
+        making = Making(connect)
+        if not making.wait(SLOW_S):
+            from xffl.distributed.failures.lost_in_connecting import await_group
+
+            await_group(making, gathering)
+    finally:
+        store.set_timeout(usual)
+    try:
+        return making.result()
+    except BaseException as error:
+        with suppress(RuntimeError):  # the store has gone with rank 0
+            store.set(gathering.failure, str(error))
+        raise
+
+
+SLOW_S = 1.0
+"""How long a group is waited for before a rank looks for what the others say."""
+
+
+class Making(Generic[Made]):
+    """A group that is being made in a thread of this process, which nothing can stop.
+
+    :param make: Makes the group.
+    """
+
+    def __init__(self, make: Callable[[], Made]) -> None:
+        self._make = make
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._is_left = False
+        self._outcome: tuple[Made] | BaseException | None = None
+        # The GPU in use is one of each thread.
+        is_on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        self._gpu = torch.cuda.current_device() if is_on_gpu else None
+        threading.Thread(target=self._run, name="xffl-connect", daemon=True).start()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until the group is made or has failed; tell whether that is so."""
+        return self._ended.wait(seconds)
+
+    def result(self) -> Made:
+        """Return the group, or raise what has ended the thread, when :meth:`wait` has said that it has ended; once."""
+        outcome = self._outcome
+        self._outcome = None  # the error's traceback refers to this
+        if isinstance(outcome, BaseException):
+            try:
+                raise outcome
+            finally:
+                del outcome
+        assert outcome is not None, "it has ended"
+        return outcome[0]
+
+    def leave(self) -> None:
+        """Let the thread end when it does; a group that it still makes is destroyed."""
+        with self._lock:
+            self._is_left = True
+            is_made = self._ended.is_set()
+        if is_made:
+            self._destroy()
+
+    def _run(self) -> None:
+        try:
+            if self._gpu is not None:
+                torch.cuda.set_device(self._gpu)
+            self._outcome = (self._make(),)
+        except BaseException as error:  # noqa: BLE001 - raised in result()
+            self._outcome = error
+        with self._lock:
+            is_left = self._is_left
+            self._ended.set()
+        if is_left:
+            self._destroy()
+
+    def _destroy(self) -> None:
+        outcome = self._outcome
+        self._outcome = None
+        if isinstance(outcome, tuple) and outcome[0] is not None:
+            with suppress(RuntimeError, ValueError):  # its world has gone
+                dist.destroy_process_group(outcome[0])
 
 
 _TAG = 7_002
 """Tells the messages that connect pairs from those of votes and of callers."""
-
-
-@contextmanager
-def connected(size: int, *, has_messages: bool = False) -> Iterator[Callable[[dist.ProcessGroup | None], None]]:
-    """Make a group of so many ranks in the block, and give it to what the block gets; collective over these ranks.
-
-    Over gloo a large group that runs collectives alone gets the connections of these, and no others: about two for each
-    doubling of its ranks. One in which single ranks send to each other gets all. ``None`` stands for the world.
-    """
-    lazily = is_lazy(size, world_size=dist.get_world_size() if dist.is_initialized() else None)
-
-    def connect(group: dist.ProcessGroup | None) -> None:
-        # A rank that is lost from here on is noticed as fast as in a mesh: no collective connects first.
-        if not lazily or "gloo" not in dist.get_backend_config(group):
-            return
-        if has_messages and group is not None:
-            _connect_all_pairs(group)
-        else:
-            dist.barrier(group)
-
-    with connect_lazily(lazily):
-        yield connect
 
 
 def _connect_all_pairs(group: dist.ProcessGroup) -> None:
@@ -187,6 +331,12 @@ def check_backend(backend: object, what: str = "backend") -> dist.Backend:
 def with_host_side(backend: str) -> dist.Backend:
     """Return a backend of groups in cells whose results come from the host: NCCL alone gets gloo beside it."""
     return dist.Backend(ON_GPUS if "nccl" in backend and "cpu" not in backend else backend)
+
+
+def without_host_side(backend: str) -> str:
+    """Return the part of a backend that sends from GPUs, if there is one: NCCL connects a group at its first use."""
+    of_gpus = [part for part in backend.split(",") if part.startswith("cuda:") and part != "cuda:gloo"]
+    return of_gpus[0] if of_gpus else backend
 
 
 def check_link_backend(link: object, backend: str, device: torch.device) -> dist.Backend | None:

@@ -40,11 +40,12 @@ from xffl.distributed.distributed_state import (
 from xffl.distributed.failures.uncaught import keep_store, note_end, tell_once
 from xffl.distributed.groups import (
     ON_GPUS,
+    Gathering,
     check_backend,
     check_device,
     check_link_backend,
     check_streams,
-    connected,
+    connect_ranks,
     stop_threads,
     wait_for_threads,
     with_host_side,
@@ -54,7 +55,6 @@ from xffl.distributed.startup.file_limit import is_ample, raise_file_limit
 from xffl.distributed.startup.meeting import (
     agree_on_store,
     meet,
-    note_meeting_failed,
     world_store,
 )
 from xffl.errors import ConfigError, LaunchError, StateError, XfflError
@@ -287,6 +287,8 @@ def setup_distributed_process_group(
             place, request = agree_on_store(meeting, place, ask, timeout_s=join_s, error=error)
             _join(meeting, place, request)
         except XfflError as wrong:
+            from xffl.distributed.startup.unmet import note_meeting_failed
+
             note_meeting_failed(wrong, place)
             raise
         return _begin(place, request)
@@ -498,15 +500,21 @@ def _join(meeting: Store, place: ProcessEnvironment, request: _Request) -> None:
     """Make the process group of the world; collective over the ranks that have met."""
     backend = request.link_backend or request.backend
     try:
-        with connected(place.world_size) as connect:
+        store = PrefixStore("world", world_store(meeting, place, request.timeouts))
+
+        def make() -> dist.ProcessGroup:
             dist.init_process_group(
                 backend,
-                store=PrefixStore("world", world_store(meeting, place, request.timeouts)),
+                store=store,
                 rank=place.rank,
                 world_size=place.world_size,
                 timeout=timedelta(seconds=request.timeouts.session_s),
             )
-            connect(None)
+            world = dist.group.WORLD
+            assert world is not None, "it was made"
+            return world
+
+        connect_ranks(make, Gathering(store, "xffl_connect", place.world_size, request.timeouts.session_s), backend)
     except RuntimeError as broken:
         raise LaunchError(
             f"rank {place.rank} of {place.world_size} could not join over {backend}: {broken}; name the "

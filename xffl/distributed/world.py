@@ -106,7 +106,8 @@ class DistributedWorld:
             with no set-up yet; by default the world is joined, and left again by :meth:`teardown`.
         :return: The state.
         :raises StateError: if the world is set up already.
-        :raises ConfigError: if the sizes do not multiply to the cells'.
+        :raises ConfigError: if the sizes do not multiply to the cells', or cells are asked for
+            with the state of an isolated one.
         """
         if self._state is not None:
             raise StateError("this world is set up already; call teardown() first, or make another")
@@ -115,6 +116,11 @@ class DistributedWorld:
             raise StateError(
                 "the cells of this job are isolated, which a world that joins them by itself does not know; open "
                 "xffl.session(), and give its state: setup(state)"
+            )
+        if state is not None and state.isolated is not None and self._asked["federated"] is not None:
+            raise ConfigError(
+                f"federated={self._asked['federated']} asks for cells in one world, and the cells of this job are "
+                "isolated: each has a world of its own; leave federated out, or start without isolate"
             )
         if state is None:
             limits: dict[str, Any] = {

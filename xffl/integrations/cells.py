@@ -1,11 +1,13 @@
-"""The ranks that a framework trains over: those of one cell."""
+"""What frameworks are asked about cells: whether their ranks are one, and whether all make equally many steps."""
 
 from __future__ import annotations
 
+from xffl.aggregation.algorithms.every_steps import EverySteps, Schedule, schedule_of
+from xffl.aggregation.algorithms.schedules import Divergence, EveryEpochs, PerCell, Warmup
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import ConfigError
 
-__all__ = ["check_cells"]
+__all__ = ["check_cells", "find_unlike_schedule"]
 
 
 def check_cells(state: DistributedState, trainer: str) -> None:
@@ -24,3 +26,28 @@ def check_cells(state: DistributedState, trainer: str) -> None:
             "job: gradients would cross between cells in every step; start with xffl exec --isolate --federated "
             f"{sizes} SCRIPT, and without an xffl.session in the script"
         )
+
+
+def find_unlike_schedule(every: object) -> Schedule | None:
+    """Return the schedule, if by it one cell may make more steps than another between the same two rounds; local.
+
+    :param every: What :class:`xffl.FederatedScaling` is given.
+    :return: ``None`` where all cells make rounds after the same steps, as far as xffl knows the schedule.
+    :raises ConfigError: if there is no such schedule.
+    """
+    schedule = None if every is None else schedule_of(every)  # without, the algorithm says it, as a number
+    return schedule if schedule is not None and _may_be_unlike(schedule) else None
+
+
+def _may_be_unlike(schedule: Schedule) -> bool:
+    match schedule:
+        case EverySteps() | Divergence():
+            return False
+        case PerCell():
+            return len(set(schedule.counts)) > 1
+        case EveryEpochs():
+            return not isinstance(schedule.steps_per_epoch, int) and len(set(schedule.steps_per_epoch)) > 1
+        case Warmup():
+            return find_unlike_schedule(schedule.then) is not None
+        case _:
+            return True

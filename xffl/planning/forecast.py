@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -36,6 +36,8 @@ HOME_LAG = 2
 """Buckets after which a broadcast inside a cell is waited for."""
 CODING = 4
 """Passes over values that take as long as encoding or decoding them."""
+LATE = 4
+"""Times of a bucket on the link by which a rank may be later than the one that is simulated."""
 ROUNDING = 1e-9
 """A pause that is a smaller share of the link's busy time is a rounding error."""
 BACKWARD_SHARE = 2 / 3
@@ -45,8 +47,9 @@ ASSUMPTIONS = (
     "rates are what a payload gets; latencies are one way, half of what ping shows",
     "the slow link of a cell is full-duplex and shared evenly by its senders, unless each of them has its own",
     "gloo: a bucket crosses once its receiver has said that it is ready, and that message queues behind the receiver's "
-    "own data; it is sent some buckets ahead, in the second of two hops with the bucket while others cross; nccl: a "
-    "bucket is sent at once, four at a time",
+    "own data, of which what is allowed up to four bucket times later is in front of it by chance; it is sent some "
+    "buckets ahead, in the second of two hops with the bucket while others cross; nccl: a bucket is sent at once, four "
+    "at a time",
     "inside a cell one bucket after another is broadcast along a binomial tree, while the next two are combined",
     "values are checked before the first vote and, with atomic, written after the second; combining reads the values "
     "of each cell once; all of it at the memory's rate, coding at a quarter of it",
@@ -332,6 +335,7 @@ class _Route:
             hops=hops,
             combine=combine,
             latency=self.link.latency_s,
+            late=LATE * max(hops, default=0.0),
             is_asked=self.is_asked,
             home=self.home.seconds(bucket * depth * (replicas if self.rails else 1)),
             home_latency=self.home.latency_s * depth,
@@ -440,6 +444,8 @@ class Stages(NamedTuple):
     """Of the network inside the cell; 0 where there is no other replica."""
     home_latency: float
     """Until the last replica has the last byte."""
+    late: float = 0.0
+    """By which ranks may be later than the one that is simulated, when they say that they are ready."""
 
 
 class Pace(NamedTuple):
@@ -468,9 +474,10 @@ class _Wire:
     so whatever it posts later is allowed later than all that it has waited for.
     """
 
-    def __init__(self, latency: float, is_asked: bool) -> None:
-        self._latency = latency
-        self._is_asked = is_asked
+    def __init__(self, stages: Stages) -> None:
+        self._latency = stages.latency
+        self._is_asked = stages.is_asked
+        self._late = stages.late
         self._waiting: list[tuple[float, int, float]] = []
         self._ends: list[float] = []
         self.first = math.inf
@@ -480,9 +487,30 @@ class _Wire:
         """Return when the sender hears that its receiver is ready.
 
         That message shares a connection with the receiver's own data: it waits behind all that was allowed before.
+        Ranks do not keep in step, so buckets that are allowed shortly afterwards may be in front of it, too: the mean
+        is taken over its coming later by up to ``Stages.late``. By the exact time all messages of a long round
+        could be just ahead of a bucket, or just behind, and a longer way could make a round 9 % shorter.
         """
+        if not self._is_asked:
+            return now
         self._move(now)
-        return max(now, self.free) + self._latency
+        if not self._late:
+            return max(now, self.free) + self._latency
+        total, start, free, end = 0.0, now, self.free, now + self._late
+        for allowed, free_after in self._next_until(end):
+            total += (allowed - start) * max(now, free)
+            start, free = allowed, free_after
+        total += (end - start) * max(now, free)
+        return total / self._late + self._latency
+
+    def _next_until(self, until: float) -> Iterator[tuple[float, float]]:
+        """Yield of each bucket that will be allowed by then: when, and when the link will be free after it."""
+        free = self.free
+        for allowed, _, seconds in sorted(self._waiting):
+            if allowed > until:
+                return
+            free = max(free, allowed) + seconds
+            yield allowed, free
 
     def post(self, now: float, heard: float, seconds: float) -> int:
         """Send a bucket as soon as its receiver has been heard; return its number."""
@@ -509,7 +537,7 @@ def simulate(stages: Stages, buckets: int, last: float, pace: Pace) -> Course:
     """Move buckets through a rank's resources in the order of the exchange; ``last`` is the size of the last one."""
     hops = len(stages.hops)
     processor = home = 0.0
-    wire = _Wire(stages.latency, stages.is_asked)
+    wire = _Wire(stages)
     heard, broadcast, sent = [0.0] * buckets, [0.0] * buckets, [0] * buckets
     # The steps of a bucket: it is packed and asked for, is sent, arrives once for each hop, and has been broadcast.
     turns = [0, *(pace.ahead + hop * pace.in_flight for hop in range(hops + 1))]

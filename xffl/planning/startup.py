@@ -12,6 +12,7 @@ import math
 from dataclasses import dataclass
 
 from xffl.compat import gloo_connections
+from xffl.compat.gloo_connections import BATCH
 from xffl.costs import (
     MOST_IN_TABLES,
     neighbours_of_barrier,
@@ -46,8 +47,9 @@ MEETING_BYTES = 1500
 
 STARTUP_ASSUMPTIONS = (
     "ranks meet at a store of rank 0 and connect over gloo; connections of NCCL and of training are left out",
-    "with at most 256 ranks a group of gloo is a mesh: each rank reads what all others have stored; with more, one of "
-    "more than 32 ranks that runs collectives alone connects a rank with about two others for each doubling of them",
+    "with at most 256 ranks a group of gloo is a mesh: each rank reads what all others have stored, 128 at once; with "
+    "more, one of more than 32 ranks that runs collectives alone connects a rank with about two others for each "
+    "doubling of them",
     "a vote goes up a binary tree in each cell, once between the cells' first ranks, and down again; up to "
     f"{MOST_IN_TABLES} ranks a message has 192 bytes for each, above that what ranks say alike stands once; where each "
     "rank gives a count of its own, 8 bytes a rank of the world come to it",
@@ -56,9 +58,9 @@ STARTUP_ASSUMPTIONS = (
 
 
 def is_mesh(size: int, world_size: int) -> bool:
-    """Tell whether gloo makes a group as a mesh, by the limits of xffl; pure.
+    """Tell whether gloo makes a group as a mesh whatever it is for, by the limits of xffl; pure.
 
-    In other groups it connects as xffl asks for: all ranks with all where they message each other.
+    Others are meshes where their ranks message each other, with short addresses.
     """
     if world_size <= gloo_connections.MESH_LIMIT:
         return True
@@ -70,17 +72,26 @@ def store_requests_of_group(size: int, connections: int | None = None) -> int:
 
     :param size: Ranks of the group.
     :param connections: To how many others it connects at its first messages; ``None`` in a mesh.
-    :return: One that stores its address, and one for each address that it reads: its own, too, in a mesh.
+    :return: One that says that it has come, one that stores its address, and those that read others': in a mesh its
+        own, too, and many at once.
     """
     if size == 1:
         return 0
-    return 1 + (size if connections is None else connections)
+    return 2 + (math.ceil(size / BATCH) if connections is None else connections)
 
 
-def store_bytes_of_group(size: int, connections: int | None = None) -> int:
-    """Return how many bytes these requests carry; pure. See :func:`store_requests_of_group`."""
-    address = ADDRESS_BYTES + (PAIR_BYTES * size if connections is None else 0)
-    return address * store_requests_of_group(size, connections)
+def store_bytes_of_group(size: int, connections: int | None = None, *, is_short: bool = False) -> int:
+    """Return how many bytes the addresses have that a rank stores and reads for a group of gloo; pure.
+
+    :param size: Ranks of the group.
+    :param connections: To how many others it connects at its first messages; ``None`` in a mesh.
+    :param is_short: Whether the addresses of a mesh have no numbers of pairs.
+    :return: The bytes.
+    """
+    if size == 1:
+        return 0
+    address = ADDRESS_BYTES + (PAIR_BYTES * size if connections is None and not is_short else 0)
+    return address * (1 + (size if connections is None else connections))
 
 
 def messages_of_all_reduce(size: int, elements: int) -> int:
@@ -145,10 +156,11 @@ def forecast_rank(topology: Topology, rank: int) -> RankStartup:
     requests = nbytes = connections = 0
     world = topology.world_size
     for size, has_messages in _groups_of(topology, rank):
-        opened = size - 1 if has_messages or is_mesh(size, world) else _doublings(size)
-        known = None if is_mesh(size, world) else opened
+        is_small = is_mesh(size, world)
+        opened = size - 1 if has_messages or is_small else _doublings(size)
+        known = None if has_messages or is_small else opened
         requests += store_requests_of_group(size, known)
-        nbytes += store_bytes_of_group(size, known)
+        nbytes += store_bytes_of_group(size, known, is_short=not is_small)
         connections += opened
     opened = world - 1
     if not is_mesh(world, world):

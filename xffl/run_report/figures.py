@@ -578,7 +578,15 @@ def participation_figure(history: History, title: str) -> tuple[Figure, str]:
             inside = [number for _, (number, _) in block]
             if state == Presence.LEFT:
                 place = (inside[0] - 0.5, row)
-                axes.annotate("has left", place, (4, 0), "data", "offset points", fontsize=8, color=MUTED, va="center")
+                axes.annotate(
+                    "has left",
+                    place,
+                    xytext=(4, 0),
+                    textcoords="offset points",
+                    fontsize=8,
+                    color=MUTED,
+                    va="center",
+                )
                 continue
             bar, colour = (inside[0] - 0.5, len(inside)), STATES[state]
             (edge, hatch) = (FRAME, "/////") if state == Presence.MISSED else (colour, None)

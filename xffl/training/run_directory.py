@@ -417,7 +417,16 @@ def rank_log(path: Path) -> Iterator[None]:
         show(message, category, filename, lineno, file, line)
         if handlers and file is None:
             text = f"{filename}:{lineno}: {category.__name__}: {message}"
-            kept.handle(logging.LogRecord("warnings", logging.WARNING, filename, lineno, text, None, None))
+            record = logging.LogRecord(
+                "warnings",
+                level=logging.WARNING,
+                pathname=filename,
+                lineno=lineno,
+                msg=text,
+                args=None,
+                exc_info=None,
+            )
+            kept.handle(record)
 
     if not logger.isEnabledFor(logging.INFO):
         logger.setLevel(logging.INFO)

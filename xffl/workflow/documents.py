@@ -1,4 +1,8 @@
-"""The folder of a workflow: facilities, CWL documents, their inputs, StreamFlow's file, and scripts of the steps."""
+"""The folder of a workflow: facilities, CWL documents, their inputs, StreamFlow's file, and scripts of the steps.
+
+Steps have the words of ``xffl exec``, and no request that was read here: they run on other machines, with another xffl
+and other hosts, and the round's values are put behind them there.
+"""
 
 from __future__ import annotations
 

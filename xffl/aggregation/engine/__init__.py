@@ -29,7 +29,7 @@ plain round has neither, and goes through none of these files:
 
 - ``stages``: the first round's comparison, codecs, masks, privacy, norms, moments of optimizers, weights of single
   tensors, the step of the global model; combiners that compare whole models; the model of one cell handed over to all.
-- ``stages.unequal_replicas``: which ranks of a cell differ, where a first round finds that some do.
+- ``alike.unequal_replicas``: which ranks of a cell differ, where a first round finds that some do.
 - ``alike.rank_differences``: what is told where ranks have unequal models, or compute unequal values.
 - ``several_worlds.compared_at_once``: what ranks of new groups, between cells that are worlds of their own,
   compare in one message.
@@ -39,12 +39,15 @@ plain round has neither, and goes through none of these files:
 - ``alike.equal_cells``: the comparison of cells that have to start from, or go on with, the same values.
 - ``planning.lone_coverage``: ``planning.coverage`` where a job is a single cell.
 - ``planning.ddp_parameters``: whose gradients DistributedDataParallel reduces.
+- ``planning.shared_memory``: tensors that share memory, where rounds read it late.
 - ``planning.mesh_cut``: how cells cut a tensor that a mesh inside them shards.
 - ``planning.replica_tensors``: what the ranks of a replica hold that a mesh cuts inside the cells.
 - ``decision.inconsistent_model``: this mark, which a model gets where a rank could not know what became of a round.
 - ``decision.elastic_votes``: votes between cells that are worlds of their own, where a round may be in doubt.
 - ``decision.unlike_votes``: what is wrong where ranks are in different rounds.
+- ``decision.unfit_cells``: cells with values that are not finite, refused or left out.
 - ``decision.injected_faults``: votes in which this process ends, for tests of what the others do then.
+- ``merging``: a mean merged into values that have changed since, in a delayed round.
 - ``cell``: the mean of buffers over the ranks of a cell.
 - ``arena``: memory for new values that aggregators use one behind the other, where cells come and go.
 - ``gpu_memory``: buffers on both sides, where values cross in the host's memory beside a GPU.

@@ -143,12 +143,15 @@ class Layout:
                     f"this rank holds {view.numel()} elements of tensor {entry.name!r} and held {held} when the "
                     "Aggregator was made; make a new Aggregator after sharding the model"
                 )
-        shared = self._find_shared(views) if self._needs_memory_of_its_own else None
-        if shared is not None:
-            raise ConfigError(
-                f"tensors {self.name(shared[0])!r} and {self.name(shared[1])!r} share memory, which atomic=False and "
-                "overlap=True cannot average; make them one parameter, or leave these options out"
-            )
+        if self._needs_memory_of_its_own:
+            from xffl.aggregation.engine.planning.shared_memory import find_shared
+
+            shared = find_shared(views)
+            if shared is not None:
+                raise ConfigError(
+                    f"tensors {self.name(shared[0])!r} and {self.name(shared[1])!r} share memory, which atomic=False "
+                    "and overlap=True cannot average; make them one parameter, or leave these options out"
+                )
         self._views = [view.view(-1) if view.is_contiguous() else view for view in views]
         self._moving = [entry.tensor() for entry in self._entries if entry is not None]
         self._is_sharded = any(isinstance(tensor, DTensor) for tensor in self._moving)
@@ -157,19 +160,6 @@ class Layout:
         # Last: an interrupt before this has the next round look once more.
         self._tensors = tensors
         self._memory_seen = self._look_at_memory()
-
-    def _find_shared(self, views: Sequence[torch.Tensor]) -> tuple[int, int] | None:
-        """Return two tensors whose memory overlaps, by their places in the plan, if there are any."""
-        ends = (sum((n - 1) * step for n, step in zip(v.shape, v.stride(), strict=True)) for v in views)
-        found = [
-            (str(view.device), view.data_ptr(), view.data_ptr() + (end + 1) * view.itemsize, index)
-            for index, (view, end) in enumerate(zip(views, ends, strict=True))
-            if view.numel()
-        ]
-        for (device, _, end, one), (other_device, start, _, other) in itertools.pairwise(sorted(found)):
-            if device == other_device and start < end:
-                return one, other
-        return None
 
     def run_of(self, bucket: Bucket, device: torch.device) -> torch.Tensor | None:
         """Return a bucket's elements where they lie, if they are one run of memory that can be sent from as it is."""

@@ -30,7 +30,6 @@ import torch
 import torch.distributed as dist
 
 from xffl.aggregation.algorithms.combiners import CellStats, Combiner, WeightedCombiner
-from xffl.aggregation.arithmetic import piece_length, wide_type
 from xffl.aggregation.engine.arena import Arena
 from xffl.aggregation.engine.buffers import (
     BucketMemory,
@@ -416,20 +415,14 @@ class RoundMemory:
 
     def merge(self, transfer: GroupTransfer, bucket: Bucket, mean: torch.Tensor, alpha: float | None) -> None:
         """Write a mean into a model that has gone on since; ``mean`` itself stays what all ranks agreed on."""
+        from xffl.aggregation.engine.merging import merge_values
+
         lent = self.lasting.packs.acquire(mean.nbytes)
         local = lent[: mean.nbytes].view(mean.dtype)
         self._layout.pack(bucket, local)
         copy = mean if alpha is not None else self.copy_of(transfer, bucket)
         self.settle(bucket)
-        # Piece by piece on a CPU: what is computed stays in its cache, and in memory that it has at hand.
-        length = piece_length(local.device)
-        for pieces in zip(*(torch.split(values, length) for values in (local, copy, mean)), strict=True):
-            now, before, agreed = (piece.to(wide_type(mean.dtype)) for piece in pieces)  # rounded once
-            if alpha is not None:
-                merged = torch.lerp(agreed, now, alpha)
-            else:  # what has not moved keeps the sign of a zero
-                merged = torch.where(now == before, agreed, torch.sub(now, before).add_(agreed))
-            pieces[0].copy_(merged)
+        merge_values(local, copy, mean, alpha)
         self._layout.unpack(bucket, local)
         self.lasting.packs.release(lent)
 

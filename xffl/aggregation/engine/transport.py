@@ -36,7 +36,7 @@ def start_moves(receive: Sequence[Move], send: Sequence[Move], group: Group | No
         # NCCL matches by order alone, so both directions start at once; and it does not know all types.
         assert not isinstance(group, CrossWorldGroup), "between worlds weights move over gloo"
         moves = [
-            dist.P2POp(operation, values.view(torch.uint8), peer, group, tag)
+            dist.P2POp(operation, values.view(torch.uint8), peer=peer, group=group, tag=tag)
             for operation, given in ((dist.irecv, receive), (dist.isend, send))
             for values, peer in given
         ]

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from xffl.aggregation.config import RoundArguments, RoundConfig
 from xffl.aggregation.rounds.backend import RoundBackend
+from xffl.aggregation.rounds.config import RoundArguments, RoundConfig
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import ConfigError
 

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import nn
 
-from xffl.aggregation.config import RoundConfig, aggregator_options
 from xffl.aggregation.engine.decision.consensus import RoundBroken, RoundInput
 from xffl.aggregation.federations.elastic import ElasticAggregator
 from xffl.aggregation.federations.own_ranks import compare_steps
 from xffl.aggregation.report import RoundReport
+from xffl.aggregation.rounds.config import RoundConfig, aggregator_options
 from xffl.aggregation.rounds.delayed import StartedRound
 from xffl.aggregation.rounds.network import AveragingRounds
 from xffl.aggregation.rounds.offer import Averaged, Empty, HandedOver, Outcome, Part, RoundOffer, outcome_of

@@ -8,10 +8,10 @@ from typing import Any
 from torch import nn
 
 from xffl.aggregation.aggregator import Aggregator
-from xffl.aggregation.config import RoundArguments, RoundConfig
 from xffl.aggregation.engine.decision.consensus import checked_weight
 from xffl.aggregation.engine.planning.lone_coverage import check_lone_cell
 from xffl.aggregation.exports import RoundPlan, export_cell, load_agreed_global
+from xffl.aggregation.rounds.config import RoundArguments, RoundConfig
 from xffl.aggregation.rounds.offer import Outcome, RoundOffer
 from xffl.cluster.over_files import read_over_files
 from xffl.distributed.agreement.consistency import run_on_all_ranks

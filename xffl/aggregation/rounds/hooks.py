@@ -8,7 +8,7 @@ from typing import Any
 
 from xffl.errors import ConfigError
 
-__all__ = ["LoopHooks", "check_hooks"]
+__all__ = ["NO_HOOKS", "LoopHooks", "check_hooks"]
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,10 @@ class LoopHooks:
             defers_start=_any_of(self.defers_start, others.defers_start),
             defers_join=_any_of(self.defers_join, others.defers_join),
         )
+
+
+NO_HOOKS = LoopHooks()
+"""Those of a loop that wants to be asked nothing"""
 
 
 def _any_of(*hooks: Callable[[], bool] | None) -> Callable[[], bool] | None:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from torch import nn
 
 from xffl.aggregation.aggregator import Aggregator
-from xffl.aggregation.config import RoundConfig, aggregator_options
 from xffl.aggregation.federations.hierarchical import Levels
 from xffl.aggregation.report import RoundReport
+from xffl.aggregation.rounds.config import RoundConfig, aggregator_options
 from xffl.aggregation.rounds.delayed import StartedRound
 from xffl.aggregation.rounds.offer import Empty, Outcome, RoundOffer, outcome_of
 from xffl.distributed.distributed_state import DistributedState

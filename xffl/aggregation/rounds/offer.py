@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from xffl.aggregation.config import RoundConfig
 from xffl.aggregation.engine.decision.consensus import RoundInput, checked_weight
 from xffl.aggregation.report import RoundReport
+from xffl.aggregation.rounds.config import RoundConfig
 from xffl.aggregation.rounds.hooks import LoopHooks
 from xffl.aggregation.steps.contributions import ContributionTracker, Snapshot, StepTimer
 from xffl.aggregation.steps.normalized_steps import NormalizedSteps

@@ -87,7 +87,7 @@ def _read(timeout_s: float, key: str, place: str) -> dict[str, str]:
     host, _, port = place.rpartition(":")
 
     def read() -> str:
-        store = TCPStore(host, int(port), None, False, timedelta(seconds=timeout_s), False)
+        store = TCPStore(host, int(port), timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
         return str(store.get(key).decode(errors="replace")) if store.check([key]) else ""
 
     try:
@@ -112,7 +112,7 @@ def _all_reduce(timeout_s: float, pair: str, rank: int, address: str, port: int)
         return {"error": f"cannot connect to {address}:{port}: {error.strerror or error}"}
     try:
         # In a thread: torch waits without end for a store whose process is stopped.
-        connected = ThreadPoolExecutor(1).submit(TCPStore, address, port, None, False, _left(deadline))
+        connected = ThreadPoolExecutor(1).submit(TCPStore, address, port, timeout=_left(deadline))
         store = PrefixStore(pair, connected.result(_left(deadline).total_seconds()))
         # Not by init_process_group: after one that failed, torch would look for the next partner under another name.
         group: Any = ProcessGroupGloo(store, rank, 2, _left(deadline))  # torch's stubs leave its methods out

@@ -217,7 +217,7 @@ class _Step:
                     if not is_begun:
                         label = _LABEL.match(line) if self._is_labelled else None
                         whose = None if label is None else int(label[1])
-                    self._try(partial(self._show, lines, show, line, whose, is_begun), out)
+                    self._try(partial(self._show, lines, show, line=line, rank=whose, is_begun=is_begun), out)
                     is_begun = not line.endswith(b"\n")
                 if not piece:
                     self._try(lines.end, out)

@@ -1,4 +1,12 @@
-"""Batch jobs of SLURM: what a configuration asks for, and the script that is made of it."""
+"""Batch jobs of SLURM: what a configuration asks for, and the script that is made of it.
+
+A script has the words of ``xffl exec``, and no request that was read before (:class:`xffl.jobs.request.JobRequest`): it
+is read, kept and run again by people, who may change it; a template, the shell and the tasks of an array put further
+words behind it; and what a request holds first is known when the job starts: its hosts, cells by ``auto``, the
+environment of the nodes. So the words are read once, on the job's first node; what ``xffl submit`` reads of them before
+is whether they can be right. Other batch systems get no scripts from xffl. Inside a job of any of them, and of SLURM,
+the hosts come through one interface, :func:`xffl.cluster.batch.find_job`.
+"""
 
 from __future__ import annotations
 

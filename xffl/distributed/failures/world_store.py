@@ -14,7 +14,7 @@ from xffl.distributed.collectives import Group
 from xffl.distributed.several_worlds.cross_world import CrossWorldGroup
 from xffl.errors import LaunchError
 
-__all__ = ["WaitingNote", "WaitingNotes", "clone_store"]
+__all__ = ["WaitingNote", "WaitingNotes", "clone_of", "clone_store"]
 
 LOG = logging.getLogger(__name__)
 
@@ -31,6 +31,17 @@ def clone_store(otherwise: str) -> Store:
         return HashStore()
     store = world.get_group_store()
     try:
+        return clone_of(store)
+    except RuntimeError as lost:
+        raise LaunchError(
+            f"no second connection to the store of the world could be opened ({lost}); see that rank 0 can be reached, "
+            f"or {otherwise}"
+        ) from lost
+
+
+def clone_of(store: Store) -> Store:
+    """Return another connection to a store, or the store where it has none; local. RuntimeError if it cannot."""
+    try:
         clone: Store = store.clone()  # type: ignore[attr-defined]
         return clone
     except RuntimeError as lost:
@@ -39,10 +50,7 @@ def clone_store(otherwise: str) -> Store:
         if "pure virtual function" in str(lost):
             LOG.debug("the store of the world cannot be cloned: one connection is shared with everything else")
             return store
-        raise LaunchError(
-            f"no second connection to the store of the world could be opened ({lost}); see that rank 0 can be reached, "
-            f"or {otherwise}"
-        ) from lost
+        raise
 
 
 @dataclass(frozen=True)

@@ -45,10 +45,9 @@ from xffl.distributed.startup.joining import join_store
 from xffl.distributed.startup.meeting import (
     agree_on_store,
     meet,
-    note_meeting_failed,
-    wait_for_readers,
 )
 from xffl.distributed.startup.stores import serve_store
+from xffl.distributed.startup.unmet import note_meeting_failed, wait_for_readers
 from xffl.errors import ConfigError, XfflError
 from xffl.topology import Topology
 

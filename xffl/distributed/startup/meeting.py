@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import gc
 import json
-import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import TypeVar
@@ -21,10 +19,10 @@ import torch.distributed as dist
 from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from xffl.cluster.environment import ProcessEnvironment
-from xffl.cluster.launch.failure import note_alike, note_unmet
+from xffl.cluster.launch.failure import note_alike
 from xffl.cluster.listening import PortHeldError
 from xffl.cluster.network import LOOPBACK, Timeouts, control_address, host_identity
-from xffl.cluster.reaching import UnansweredError, await_listener
+from xffl.cluster.reaching import await_listener
 from xffl.cluster.recognition.claims import Claim
 from xffl.cluster.recognition.placement import place_ranks
 from xffl.costs import format_refusal, own_format
@@ -32,15 +30,12 @@ from xffl.distributed.agreement.differences import rebuild_error
 from xffl.distributed.startup.joining import agents_store, join_store
 from xffl.distributed.startup.stores import arrive, has_agents_store, serve_store
 from xffl.errors import ConfigError, LaunchError, XfflError, public_name
-from xffl.topology import ranks_text
 
 __all__ = [
     "PlaceBook",
     "agree_on_store",
     "check_consistent_on_store",
     "meet",
-    "note_meeting_failed",
-    "wait_for_readers",
     "world_store",
 ]
 
@@ -49,8 +44,6 @@ Asked = TypeVar("Asked")
 
 TELL_AFTER_S = 30.0
 """How long rank 0 waits for the others to meet before it says who has not come"""
-_READ_S = 10.0
-"""How long rank 0 stays for the others to read the verdict"""
 _HEAR_S = 2.0
 """How long rank 0 stays for others to hear of an error, where it is not known how many they are"""
 
@@ -295,12 +288,16 @@ def check_consistent_on_store(
     try:
         _await_verdict(store, rank, world_size, timeout_s)
     except RuntimeError as late:
+        from xffl.distributed.startup.unmet import name_absent
+
         raise LaunchError(
             f"rank {rank} waited for all of {world_size} ranks for {timeout_s:g} s at most, but "
-            f"{_absent(store, world_size)}: {late}; see the other ranks' output, or raise timeout_s"
+            f"{name_absent(store, world_size)}: {late}; see the other ranks' output, or raise timeout_s"
         ) from late
     verdict: list[str] | None = json.loads(store.get("verdict").decode())
     if verdict is not None:
+        from xffl.distributed.startup.unmet import wait_for_readers
+
         wait_for_readers(store, rank, world_size, timeout_s)
         refused = rebuild_error(*verdict)
         note_alike(refused, is_speaker=rank == 0)
@@ -317,40 +314,7 @@ def _await_verdict(store: Store, rank: int, world_size: int, timeout_s: float) -
         if first_s == timeout_s:
             raise
     if rank == 0:
-        print(
-            f"xffl: rank 0 has waited {first_s:g} s for all of {world_size} ranks to meet: "
-            f"{_absent(store, world_size)}. See their output, and that all were given the same MASTER_ADDR and "
-            "MASTER_PORT",
-            file=sys.stderr,
-        )
+        from xffl.distributed.startup.unmet import tell_absent
+
+        tell_absent(store, world_size, first_s)
     store.wait(["verdict"], timedelta(seconds=timeout_s - first_s))
-
-
-def note_meeting_failed(error: XfflError, place: ProcessEnvironment) -> None:
-    """Note which rank tells all of an error by which the ranks have not met; nothing in a process that is alone."""
-    rank = place.rank
-    is_speaker = rank == 0
-    if rank and isinstance(error, UnansweredError):
-        # Rank 0 need not know that nobody reaches it, and others may be missing with it: ranks 1, 2, 4, 8 and so on
-        # tell what to do, a few lines in any world.
-        is_speaker = rank & (rank - 1) == 0
-    if place.world_size > 1:
-        note_unmet(error, rank, is_speaker=is_speaker)
-
-
-def wait_for_readers(store: Store, rank: int | None, world_size: int | None, timeout_s: float) -> None:
-    """Note that this rank knows the verdict; rank 0, in which the store may live, waits until all others do, too."""
-    if store.add("read", 1) == world_size:
-        store.set("all_read", "")
-    if rank == 0:
-        with suppress(RuntimeError):  # the verdict says more than who has not come for it
-            store.wait(["all_read"], timedelta(seconds=min(timeout_s, _READ_S)))
-
-
-def _absent(store: Store, world_size: int) -> str:
-    """Say which ranks have not come to the store where all meet."""
-    try:
-        absent = [rank for rank in range(world_size) if not store.check([f"here/{rank}"])]
-    except RuntimeError:  # it went with rank 0
-        absent = []
-    return f"{ranks_text(absent)} did not come" if absent else "not all came"

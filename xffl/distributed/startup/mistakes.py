@@ -27,8 +27,8 @@ from xffl.compat.datasets import ENVIRON
 from xffl.distributed.agreement.differences import rebuild_error
 from xffl.distributed.failures.uncaught import tell_once
 from xffl.distributed.startup.joining import agents_store, join_store
-from xffl.distributed.startup.meeting import wait_for_readers
 from xffl.distributed.startup.stores import has_agents_store, serve_store
+from xffl.distributed.startup.unmet import wait_for_readers
 from xffl.errors import LaunchError, XfflError, public_name
 
 __all__ = ["ClaimedPlace", "claimed_place", "end_on_store", "own_place", "raise_at_meeting", "refuse_second_rank_0"]

@@ -137,7 +137,7 @@ def files_of_store(rank: int, world_size: int) -> int:
 
 
 def files_of_groups(sizes: Iterable[int], world_size: int | None = None, *, has_messages: bool = False) -> int:
-    """Return how many files gloo groups of so many ranks need; see :func:`xffl.distributed.groups.connected`."""
+    """Return how many files gloo groups of so many ranks need; see :func:`xffl.distributed.groups.connect_ranks`."""
     return sum(GROUP_FILES + connections_of_group(size, world_size, has_messages=has_messages) for size in sizes)
 
 

@@ -16,9 +16,10 @@ from torch import nn
 
 from xffl.errors import ConfigError
 
-__all__ = ["GradientReduction", "find_reduction", "mark_reduced"]
+__all__ = ["REDUCTION_MARK", "GradientReduction", "find_reduction", "mark_reduced"]
 
-MARK = "_xffl_gradient_reduction"
+REDUCTION_MARK = "_xffl_gradient_reduction"
+"""The attribute of a parameter that holds its mark; a parameter without a mark has none"""
 
 
 @dataclass(frozen=True)
@@ -64,10 +65,10 @@ def mark_reduced(
     else:
         chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     for parameter in chosen:
-        setattr(parameter, MARK, mark)
+        setattr(parameter, REDUCTION_MARK, mark)
 
 
 def find_reduction(parameter: torch.Tensor) -> GradientReduction | None:
     """Return what :func:`mark_reduced` has noted for a parameter, if anything; local."""
-    mark: GradientReduction | None = getattr(parameter, MARK, None)
+    mark: GradientReduction | None = getattr(parameter, REDUCTION_MARK, None)
     return mark

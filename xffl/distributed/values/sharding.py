@@ -1,4 +1,4 @@
-"""Tensors that are cut over ranks: their parts and bytes.
+"""Tensors of models that are wrapped and cut over ranks: their names, parts and bytes.
 
 FSDP2 puts other parameters in the place of an optimizer's while a unit is gathered, and the outermost unit stays
 gathered after a forward pass that no backward pass follows (a validation). Whoever compares parameters by identity, or
@@ -17,12 +17,28 @@ from torch.distributed.tensor import DTensor
 from xffl.checks import shown
 
 __all__ = [
+    "WRAPPERS",
     "bytes_of",
     "dtype_of",
     "from_bytes",
     "local_tensor",
     "sharded_parameters",
+    "without_wrappers",
 ]
+
+
+WRAPPERS = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module"})
+"""Parts of names that DDP, torch.compile and activation checkpointing insert."""
+
+
+def without_wrappers(model: nn.Module) -> nn.Module:
+    """Take DDP and torch.compile off a model."""
+    while True:
+        inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+        inner = getattr(inner, "_orig_mod", inner)
+        if inner is model or not isinstance(inner, nn.Module):
+            return model
+        model = inner
 
 
 def reshard(model: nn.Module) -> None:

@@ -104,6 +104,16 @@ class CellRounds:
         if self._scaling is not None:
             self.total_weight = self._scaling.total_weight
 
+    def count_rounds(self) -> int:
+        """Return how many rounds, and checks that skipped one, the cell has behind it, in all starts; local."""
+        if self._scaling is None:
+            return self._rounds_before()
+        return self._rounds_before() + self._scaling.meetings - int(self._scaling.is_under_way)
+
+    def _rounds_before(self) -> int:
+        """Return how many the cell had entered before this start."""
+        return 0 if self._resumed is None else self._resumed.meetings
+
     def _count_before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Count the batch of a module that calls ``loss.backward`` itself."""
         self.count()
@@ -139,13 +149,12 @@ class CellRounds:
         if self._state.cell_rank == 0:
             self._files.note_wanted(folder)
         write()
-        before = 0 if self._resumed is None else self._resumed.meetings
         saved = {
             "rounds": self._scaling.state_dict(),
             "count": self._count.counted(),
             "random": self._random.state_dict(),
         }
-        self._checkpoints.save(folder, self._trainer.global_step, before + self._scaling.meetings, saved)
+        self._checkpoints.save(folder, self._trainer.global_step, self._rounds_before() + self._scaling.meetings, saved)
 
     def save_without_rounds(self, path: Path, write: Callable[[], None]) -> None:
         """Write a checkpoint of Lightning's that nothing continues from, also where there was another one before.

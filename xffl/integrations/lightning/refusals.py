@@ -10,12 +10,14 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import CombinedLoader
 
-from xffl.aggregation.algorithms.every_steps import EverySteps, schedule_of
+from xffl.aggregation.algorithms.schedules import EveryEpochs, Schedule
 from xffl.compat.lightning import saves_by_time
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.several_worlds.cell_notes import CellNotes
 from xffl.errors import ConfigError
+from xffl.integrations.cells import find_unlike_schedule
 from xffl.integrations.dealing import is_dealt_out
+from xffl.integrations.lightning.round_checkpoint import RoundCheckpoint
 from xffl.training.data.loaders import CellLoader
 from xffl.training.data.sampler import CellOrder
 from xffl.training.data.streams import CellStream
@@ -81,22 +83,34 @@ def _check_saves(callback: Any) -> None:
         )
 
 
-def check_saves(trainer: Any, state: DistributedState) -> None:
-    """Refuse isolated cells whose only checkpoints are saved where the cell's own metric or clock says so; local.
+def check_saves(trainer: Any, state: DistributedState, every: Any) -> None:
+    """Refuse isolated cells whose only checkpoints are saved after unlike rounds; local.
 
-    After a kill they go on from checkpoints with the same number of rounds behind them, of which there may be none.
+    That is where a cell's own metric or clock says when to save, or where cells make unlike numbers of steps between
+    two rounds. After a kill they go on from checkpoints with the same number of rounds behind them, of which there may
+    be none.
 
     :param trainer: The Trainer, in ``setup``.
     :param state: The state of this rank.
-    :raises ConfigError: if no callback saves after the same steps in all cells; the text has the line to write.
+    :param every: What :class:`xffl.FederatedScaling` is given.
+    :raises ConfigError: if no callback saves after the same rounds in all cells; the text has the line to write.
     """
     if state.isolated is None or state.cells == 1:
         return
-    reasons = [_find_unlike(callback) for callback in _find_saving(trainer)]
+    saving = _find_saving(trainer)
+    reasons = [_find_unlike(callback) for callback in saving]
     if reasons and all(reasons):
         raise ConfigError(
             f"ModelCheckpoint({reasons[0]}) saves after unlike rounds in the cells, and after a kill no checkpoints of "
             "all cells may go together; add ModelCheckpoint(every_n_train_steps=100), from which the cells continue"
+        )
+    schedule = find_unlike_schedule(every)
+    alike = [callback for callback, reason in zip(saving, reasons, strict=True) if reason is None]
+    if alike and schedule is not None and not any(_saves_with_rounds(callback, schedule) for callback in alike):
+        raise ConfigError(
+            f"with every={schedule} the cells make unlike numbers of steps between two rounds, so that ModelCheckpoint "
+            "saves after unlike rounds in them, and after a kill no checkpoints of all cells may go together; add "
+            "RoundCheckpoint(every_n_rounds=10) of xffl.integrations.lightning, from which the cells continue"
         )
 
 
@@ -119,8 +133,8 @@ def check_epochs(trainer: Any, state: DistributedState, notes: CellNotes, every:
     notes.write("epochs", f"{length} {trainer.accumulate_grad_batches}")
     lengths = [text.rpartition(" ")[0] for text in notes.gather("epochs")]
     saving = [callback for callback in _find_saving(trainer) if _find_unlike(callback) is None]
-    is_fixed = every is None or isinstance(schedule_of(every), EverySteps)
-    if len(set(notes.gather("epochs"))) > 1 and is_fixed and saving and all(one.every_n_epochs for one in saving):
+    is_unlike = len(set(notes.gather("epochs"))) > 1 and find_unlike_schedule(every) is None
+    if is_unlike and saving and all(callback.every_n_epochs for callback in saving):
         raise ConfigError(
             f"ModelCheckpoint saves at ends of epochs, which have {', '.join(lengths)} batches in the cells and so end "
             "after unlike rounds, and after a kill no checkpoints of all cells may go together; add "
@@ -138,6 +152,13 @@ def _find_saving(trainer: Any) -> list[callbacks.ModelCheckpoint]:
         and callback.save_top_k != 0
         and not callback.save_weights_only
     ]
+
+
+def _saves_with_rounds(callback: callbacks.ModelCheckpoint, schedule: Schedule) -> bool:
+    """Tell whether a callback saves after rounds, or at ends of epochs, after which there are rounds, too."""
+    return isinstance(callback, RoundCheckpoint) or (
+        bool(callback.every_n_epochs) and isinstance(schedule, EveryEpochs)
+    )
 
 
 def _find_unlike(callback: callbacks.ModelCheckpoint) -> str | None:

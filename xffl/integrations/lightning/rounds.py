@@ -32,6 +32,7 @@ from xffl.integrations.lightning.refusals import (
     check_saves,
     check_trainer,
 )
+from xffl.integrations.lightning.round_checkpoint import RoundCheckpoint
 from xffl.integrations.weights import find_count, label_names, shifts_labels
 
 __all__ = ["FederatedRounds"]
@@ -149,7 +150,7 @@ class FederatedRounds(Callback):  # type: ignore[misc]
         state = adopt()
         check_cells(state, "Lightning's Trainer")
         notes = open_notes(state, "lightning")
-        check_saves(trainer, state)
+        check_saves(trainer, state, self._options["every"])
         check_loggers(trainer, notes)
         callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
         folders = [_take_folder(callback, trainer, state.cell) for callback in callbacks]
@@ -170,6 +171,9 @@ class FederatedRounds(Callback):  # type: ignore[misc]
             options=self._options,
             resumed=self.resumed,
         )
+        for callback in callbacks:
+            if isinstance(callback, RoundCheckpoint):
+                callback.follow(self._rounds.count_rounds)
         self._phase = Phase.SET_UP
         path = None if self.resumed is None else str(files.path_of(self.resumed.folder))
         self._go_on_from(trainer, path)

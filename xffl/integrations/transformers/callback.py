@@ -10,7 +10,6 @@ from typing import Any
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import SaveStrategy, has_length
 
-from xffl.aggregation.algorithms.every_steps import EverySteps, schedule_of
 from xffl.aggregation.federated_scaling import FederatedScaling
 from xffl.aggregation.report import RoundReport
 from xffl.aggregation.rounds.hooks import LoopHooks
@@ -18,6 +17,7 @@ from xffl.compat.transformers import save_checkpoint
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.several_worlds.cell_notes import CellNotes
 from xffl.errors import StateError
+from xffl.integrations.cells import find_unlike_schedule
 from xffl.integrations.checkpoints import CellCheckpoints, WholeCheckpoint
 from xffl.integrations.entering import enter_rounds
 from xffl.integrations.frozen import check_frozen
@@ -198,8 +198,7 @@ class TrainerRounds(TrainerCallback):  # type: ignore[misc]
         if args.save_strategy == SaveStrategy.EPOCH:
             # A stream does not tell its length, which is taken for another one in each cell.
             steps = len(train_dataloader) if has_length(train_dataloader) else f"cell {self.state.cell}"
-        every = self._options["every"]
-        is_fixed = every is None or isinstance(schedule_of(every), EverySteps)
+        is_fixed = find_unlike_schedule(self._options["every"]) is None
         accumulated = args.gradient_accumulation_steps
         notes.write("saves", f"{args.save_strategy} {steps} {accumulated} {trainer_state.max_steps} {is_fixed}")
         told = notes.gather("saves")

@@ -155,7 +155,13 @@ class PipelineModel(nn.Module):
 
             received, sent = self._known[key][self.stage : self.stage + 2]
             stage = _stage_class()(
-                self.module, self.stage, self.stages, self._device, received, sent, group=self._group
+                self.module,
+                stage_index=self.stage,
+                num_stages=self.stages,
+                device=self._device,
+                input_args=received,
+                output_args=sent,
+                group=self._group,
             )
             stage.sizes = _sizes_of(sent)
             order = Schedule1F1B if mode == "1f1b" else ScheduleGPipe

@@ -229,12 +229,12 @@ class CellLoader(Iterable[Any]):
     @property
     def epoch(self) -> int:
         """The epoch that comes next, or is being drawn, from 0."""
-        return self.sampler.epoch
+        return self.sampler.at.epoch
 
     @property
     def position(self) -> int:
         """Batches of the epoch that the loop has taken."""
-        return self.sampler.position
+        return self.sampler.at.batches
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch; the current one keeps its position, another starts at its first batch. Local."""
@@ -529,13 +529,13 @@ class _EpochKeys(Iterable[Key | Probe]):
         """Whether the samples that ranks compare come before the first batch."""
 
     def __iter__(self) -> Iterator[Key | Probe]:
-        epoch, position = self._sampler.epoch, self._sampler.position
-        keys = (Key(epoch, step, indices) for step, indices in enumerate(self._sampler.draw(), start=position))
+        epoch, begin = self._sampler.at.epoch, self._sampler.at.batches
+        keys = (Key(epoch, step, indices) for step, indices in enumerate(self._sampler.draw(), start=begin))
         return chain([self._probe], keys) if self.begin_with_probe else keys
 
     def __len__(self) -> int:
         # Of what is left: torch's loader warns where it yields more or fewer than it says.
-        return self._sampler.steps - self._sampler.position
+        return self._sampler.steps - self._sampler.at.batches
 
 
 @dataclass(frozen=True)

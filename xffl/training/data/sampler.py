@@ -23,6 +23,7 @@ from xffl.topology import DataPlace
 from xffl.training.data.first_samples import FirstSamples, Meeting
 from xffl.training.data.partition import Partition, index_array
 from xffl.training.data.place import Placed, place_of, share_of, takes_state
+from xffl.training.data.position import EpochPosition, checked_batches
 from xffl.training.data.rng import SHUFFLING, Draws, Indices
 
 __all__ = [
@@ -100,13 +101,14 @@ class CellOrder(Sampler[Drawn]):
         """Samples of the whole cell in an epoch; repeated ones count as often as they come."""
         self._check_steps()
         self._meetings = self._meetings_of(part, state) if is_compared else []
-        self._epoch = self._position = 0
+        self.at = EpochPosition()
+        """Where the loop stands, as :meth:`follow` and :meth:`load_state_dict` say; drawing goes on there."""
         self._is_followed = self._is_drawn = False
 
     @property
     def epoch(self) -> int:
         """The epoch that is being drawn, from 0."""
-        return self._epoch
+        return self.at.epoch
 
     @property
     def position(self) -> int:
@@ -114,12 +116,12 @@ class CellOrder(Sampler[Drawn]):
 
         Drawing goes on there.
         """
-        return self._position
+        return self.at.batches
 
     @property
     def samples_seen(self) -> int:
         """Samples that the whole cell has taken since the first epoch, at the loop's position."""
-        return self._epoch * self.samples + (self._step(self._position - 1)[1] if self._position else 0)
+        return self.at.epoch * self.samples + (self._step(self.at.batches - 1)[1] if self.at.batches else 0)
 
     @property
     def first_index(self) -> int:
@@ -137,10 +139,7 @@ class CellOrder(Sampler[Drawn]):
         Another epoch starts at its first batch. The current one keeps its position, so that a loop that has been
         resumed may call this first thing, as usual.
         """
-        number = integer("epoch", epoch, 0)
-        if number != self._epoch:
-            self._epoch = number
-            self._position = 0
+        self.at.choose(epoch)
         self._is_drawn = False
 
     def follow(self, loader: Iterable[Batch]) -> Iterator[Batch]:
@@ -161,15 +160,15 @@ class CellOrder(Sampler[Drawn]):
         knob = self._knob.format(self.batch_size)
         try:
             for batch in loader:
-                if self._position == self.steps:
+                if self.at.batches == self.steps:
                     raise StateError(f"the loader yields more than the {self.steps} batches of the epoch; {knob}")
-                self._position += 1
+                self.at.take()
                 yield batch
-            if self._position != self.steps:
-                raise StateError(f"the loader ended at {self._position} of {self.steps} batches; {knob}")
+            if self.at.batches != self.steps:
+                raise StateError(f"the loader ended at {self.at.batches} of {self.steps} batches; {knob}")
         finally:
             self._is_followed = False
-        self.set_epoch(self._epoch + 1)
+        self.set_epoch(self.at.epoch + 1)
 
     def state_dict(self, *, consumed: int | None = None) -> dict[str, Any]:
         """Return where the training loop stands; local, and the same on all ranks of the cell.
@@ -183,11 +182,11 @@ class CellOrder(Sampler[Drawn]):
         if consumed is None:
             if self._is_drawn:
                 raise StateError(
-                    f"epoch {self._epoch} was drawn from, but how far the loop got is not known (loaders draw ahead); "
-                    "iterate over sampler.follow(loader), or give state_dict(consumed=...)"
+                    f"epoch {self.at.epoch} was drawn from, but how far the loop got is not known (loaders draw "
+                    "ahead); iterate over sampler.follow(loader), or give state_dict(consumed=...)"
                 )
-            consumed = self._position
-        return {"epoch": self._epoch, "position": self._checked_position(consumed), **self._identity()}
+            consumed = self.at.batches
+        return {**self.at.state_dict(), "position": checked_batches(consumed, self.steps), **self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where a loop stood; local, and to be called on all ranks of the cell, before iterating.
@@ -198,10 +197,9 @@ class CellOrder(Sampler[Drawn]):
         :param state: What :meth:`state_dict` returned on a rank of this cell.
         :raises ConfigError: if the state is of other data, another shuffling, or other steps than this sampler's.
         """
-        check_identity("sampler", state, self._identity(), "epoch", "position", of_steps=("samples_a_step",))
-        position = self._checked_position(state["position"])
-        self.set_epoch(state["epoch"])
-        self._position = position
+        check_identity("sampler", state, self._identity(), *EpochPosition.NAMES, of_steps=("samples_a_step",))
+        self.at.load_state_dict(state, self.steps)
+        self._is_drawn = False
 
     # Steps ------------------------------------------------------------------------------------------------------------
 
@@ -223,8 +221,8 @@ class CellOrder(Sampler[Drawn]):
         if not self._is_followed:
             if self._is_drawn and self._is_shuffled:
                 raise StateError(
-                    f"epoch {self._epoch} is drawn a second time, in the same order; call set_epoch before each epoch, "
-                    "or iterate over sampler.follow(loader), which does"
+                    f"epoch {self.at.epoch} is drawn a second time, in the same order; call set_epoch before each "
+                    "epoch, or iterate over sampler.follow(loader), which does"
                 )
             self._is_drawn = True
         while self._meetings:
@@ -232,9 +230,9 @@ class CellOrder(Sampler[Drawn]):
             meeting.compare(FirstSamples(layout=layout))
         order = self._indices
         if self._is_shuffled:
-            order = order[Draws(self._seed, SHUFFLING, self.cell, self._epoch).permutation(len(order))]
+            order = order[Draws(self._seed, SHUFFLING, self.cell, self.at.epoch).permutation(len(order))]
         order = np.resize(order, self.samples)  # a longer one begins again
-        return (order[slice(*self._share(step))] for step in range(self._position, self.steps))
+        return (order[slice(*self._share(step))] for step in range(self.at.batches, self.steps))
 
     def _meetings_of(self, part: Partition | npt.ArrayLike, state: Placed | DataPlace) -> list[tuple[Meeting, str]]:
         """Return who must draw from the same samples in the same way, and what they compare before they first draw."""
@@ -274,9 +272,6 @@ class CellOrder(Sampler[Drawn]):
                 f"a step of cell {self.cell} has {stop - start} samples for {self._places} ranks ({self.steps} steps "
                 f"of {len(self._indices)} samples, batch_size {self.batch_size}); {self._spread_knob}"
             )
-
-    def _checked_position(self, position: object) -> int:
-        return integer("batches consumed of an epoch", position, 0, self.steps)
 
     def _identity(self) -> dict[str, Any]:
         """Return what the batches of an epoch depend on."""

@@ -29,6 +29,7 @@ from xffl.training.data.place import (
     share_of,
     takes_state,
 )
+from xffl.training.data.position import EpochPosition
 from xffl.training.data.rng import AUGMENTING
 from xffl.training.data.sampler import check_identity
 
@@ -98,10 +99,6 @@ class CellStream(Iterable[Any]):
         all ranks and differ in what a generator of the dataset's own adds to them.
     :raises ConfigError: if an argument is invalid.
     """
-
-    _epoch = _position = 0
-    _state: Any = None
-    """Of the dataset, behind the batch that was yielded last"""
 
     @takes_state
     def __init__(
@@ -178,6 +175,10 @@ class CellStream(Iterable[Any]):
             start_method=start_method,
         )
         """Torch's loader, of batches with the numbers that belong to them."""
+        self.at = EpochPosition()
+        """Where the loop stands."""
+        self._state: Any = None
+        """Of the dataset, behind the batch that was yielded last."""
         self.batch_samples = 0
         """This rank's samples in the batch that was yielded last."""
         self.samples_seen = 0
@@ -186,24 +187,24 @@ class CellStream(Iterable[Any]):
     @property
     def epoch(self) -> int:
         """The epoch that comes next, or is being read, from 0."""
-        return self._epoch
+        return self.at.epoch
 
     @property
     def position(self) -> int:
         """Batches of the epoch that the loop has taken."""
-        return self._position
+        return self.at.batches
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the rest of the epoch, then stand at the start of the next one."""
-        self._steps.begin = (self._epoch, self._position, self._state)
+        self._steps.begin = (self.at.epoch, self.at.batches, self._state)
         batches = self._read() if self._cell_sums is None else self._cell_sums.together(self._read())
         for batch, mine, all_of_cell, state in batches:
-            self._position += 1
+            self.at.take()
             self._state = state
             self.batch_samples = mine
             self.samples_seen += all_of_cell
             yield batch
-        self.set_epoch(self._epoch + 1)
+        self.set_epoch(self.at.epoch + 1)
 
     def _read(self) -> Iterator[Step]:
         """Yield the steps that are left of the epoch; at the first time, compare the first samples before."""
@@ -226,16 +227,12 @@ class CellStream(Iterable[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch; the current one keeps its position, another starts at its first batch. Local."""
-        number = integer("epoch", epoch, 0)
-        if number != self._epoch:
-            self._epoch = number
-            self._position = 0
+        if self.at.choose(epoch):
             self._state = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the loop stands; local, and the same on all ranks of the cell."""
-        numbers = {"epoch": self._epoch, "position": self._position, "samples": self.samples_seen}
-        return {**numbers, "stream": self._state, **self._identity}
+        return {**self.at.state_dict(), "samples": self.samples_seen, "stream": self._state, **self._identity}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where a loop stood; local, and to be called on all ranks of the cell, before iterating.
@@ -243,11 +240,10 @@ class CellStream(Iterable[Any]):
         :param state: What :meth:`state_dict` returned on a rank of this cell.
         :raises ConfigError: if it is of another stream or other steps than this one's.
         """
-        names = ("epoch", "position", "samples", "stream")
+        names = (*EpochPosition.NAMES, "samples", "stream")
         check_identity("stream", state, self._identity, *names, of_steps=("ranks", "batch_size"))
-        position, samples = (integer(name, state[name], 0) for name in ("position", "samples"))
-        self.set_epoch(state["epoch"])
-        self._position = position
+        samples = integer("samples", state["samples"], 0)
+        self.at.load_state_dict(state)
         self._state = state["stream"]
         self.samples_seen = samples
 

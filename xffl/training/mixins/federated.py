@@ -17,12 +17,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from xffl.aggregation.config import RoundArguments, validate_round_config
 from xffl.aggregation.engine.planning.tensors import Manifest
 from xffl.aggregation.exports import RoundPlan, agreed_global, export_cell, load_agreed_global
 from xffl.aggregation.federated_scaling import FederatedScaling
 from xffl.aggregation.options import REMOVED
 from xffl.aggregation.report import ElasticRoundReport, RoundReport
+from xffl.aggregation.rounds.config import RoundArguments
+from xffl.aggregation.rounds.given_config import validate_round_config
 from xffl.aggregation.rounds.hooks import LoopHooks
 from xffl.checks import index_of, integer_fields, number, one_of
 from xffl.cluster.recognition.find import find_launcher

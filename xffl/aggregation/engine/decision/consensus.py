@@ -8,7 +8,7 @@ Where a rank cannot learn what the others have written, it raises TornError, and
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
@@ -256,7 +256,7 @@ class RoundCoordinator:
 
     def connect(self) -> None:
         """Open the connections that votes need, and no other call has opened; collective over the ranks that vote."""
-        self._votes.connect(self._round_groups.world)
+        self._votes.connect(self._round_groups.world, self._opens_within_s)
 
     def check(self) -> None:
         """Raise StateError where a vote was cut off; local."""
@@ -372,14 +372,25 @@ class RoundCoordinator:
         for rank, status in enumerate(statuses):
             if status.is_nonfinite:
                 unfit.add(self._topology.cell_of(rank))
-        dropped = self._drop(unfit, weights, run.nonfinite) if unfit else ()
+        dropped = tuple(cell for cell in sorted(unfit) if weights[cell])
+        if dropped and not self._drops_cells:
+            from xffl.aggregation.engine.decision.unfit_cells import refuse_nonfinite
+
+            with self._exchange_reasons():
+                refuse_nonfinite(dropped, self._exchange.link.cell, run.nonfinite, world=self._round_groups.world)
         context = self._count(statuses, weights, dropped)
+        nonfinite: Mapping[int, tuple[str, ...]] = {}
+        if dropped:
+            from xffl.aggregation.engine.decision.unfit_cells import find_nonfinite
+
+            with self._exchange_reasons():
+                nonfinite = find_nonfinite(dropped, self._topology, run.nonfinite, world=self._round_groups.world)
         outcome = AgreedRound(
             run,
             context,
             dropped,
             self.all_finished,
-            nonfinite=self._share_nonfinite(dropped, run.nonfinite) if dropped else {},
+            nonfinite=nonfinite,
             unfit=frozenset(unfit),
             step_seconds=by_cell([status.seconds for status in statuses], self._topology, max),
         )
@@ -387,13 +398,6 @@ class RoundCoordinator:
             return replace(outcome, is_skipped=True)
         self._check_possible(context)
         return outcome
-
-    def _drop(self, unfit: Collection[int], weights: Sequence[float], found: list[str]) -> tuple[int, ...]:
-        """Return the contributing cells that are left out for values that are not finite, or raise on all ranks."""
-        dropped = tuple(sorted(cell for cell in unfit if weights[cell]))
-        if dropped and not self._drops_cells:
-            self._refuse_nonfinite(dropped, found)
-        return dropped
 
     def _count(
         self, statuses: Sequence[RoundStatus], weights: tuple[float, ...], dropped: tuple[int, ...]
@@ -443,27 +447,6 @@ class RoundCoordinator:
         }
         if len(points) > 1:
             check_rounds(statuses, self._topology)
-
-    def _refuse_nonfinite(self, cells: tuple[int, ...], found: list[str]) -> None:
-        """Raise on all ranks, with the cell and the tensors that a rank of it has found."""
-        error: XfflError | None = None
-        cell = self._exchange.link.cell
-        if cell in cells and found:
-            error = RoundError(
-                f"cell {cell} holds values that are not finite in {', '.join(map(repr, found[:3]))}; all ranks keep "
-                "their weights; nonfinite='drop_cell' leaves the cell out, policy 'first' or 'local' the tensor"
-            )
-        with self._exchange_reasons():
-            check_consistent("finite values", "", error=error, group=self._round_groups.world)
-
-    def _share_nonfinite(self, cells: tuple[int, ...], found: list[str]) -> dict[int, tuple[str, ...]]:
-        """Return the tensors for which cells were left out; collective over the world."""
-        with self._exchange_reasons():
-            gathered: list[list[str]] = all_gather_json(found[:3], self._control_device, self._round_groups.world)
-        return {
-            cell: tuple(sorted({name for rank in self._topology.federation(cell) for name in gathered[rank]}))
-            for cell in cells
-        }
 
     def _take(self, outcome: AgreedRound) -> AgreedRound:
         """Do what the first vote has agreed on; return the round that is to be written."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
+from xffl.aggregation.engine.alike.unequal_replicas import ReplicasDiffer
 from xffl.aggregation.engine.decision.consensus import (
     AgreedRound,
     Exchanged,
@@ -22,7 +23,6 @@ from xffl.aggregation.engine.groups import RoundScope
 from xffl.aggregation.engine.planning.transfers import RoundContext
 from xffl.aggregation.engine.stages.agreed import AgreedModel
 from xffl.aggregation.engine.stages.hand_over import HandOver
-from xffl.aggregation.engine.stages.unequal_replicas import ReplicasDiffer
 from xffl.aggregation.engine.voting.votes import RoundStatus, Seal, VotePhase, VoteTree
 from xffl.aggregation.options import Options
 from xffl.costs import MOST_IN_TABLES

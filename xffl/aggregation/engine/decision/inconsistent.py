@@ -1,4 +1,7 @@
-"""Whether a model bears the mark that its ranks could not commit alike, and how often it got one."""
+"""Whether a model bears the mark that its ranks could not commit alike, and how often it got one.
+
+Rounds ask a model for these attributes. One that was never inconsistent has neither, and nothing else is called.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,17 @@ from torch import nn
 if TYPE_CHECKING:
     from xffl.aggregation.engine.decision.inconsistent_model import InconsistentModel
 
-__all__ = ["COUNT", "MARK", "count_inconsistent", "find_inconsistent", "refuse_inconsistent", "without_wrappers"]
+__all__ = ["INCONSISTENT_COUNT", "INCONSISTENT_MARK", "find_inconsistent", "refuse_inconsistent"]
 
-MARK = "_xffl_tear"
+INCONSISTENT_MARK = "_xffl_tear"
 """The attribute of a model without wrappers that holds the mark"""
-COUNT = "_xffl_tears"
-"""The attribute that says how often it got one"""
+INCONSISTENT_COUNT = "_xffl_tears"
+"""The attribute that says how often it got one, repaired or not: what was remembered of the model before is void"""
 
 
 def find_inconsistent(bare: nn.Module) -> InconsistentModel | None:
     """Return the mark of an inconsistent model, given without wrappers; ``None`` where it is whole."""
-    mark: InconsistentModel | None = getattr(bare, MARK, None)
+    mark: InconsistentModel | None = getattr(bare, INCONSISTENT_MARK, None)
     if mark is not None and mark.is_repaired:
         mark.remove()
         return None
@@ -31,21 +34,3 @@ def refuse_inconsistent(bare: nn.Module) -> None:
     mark = find_inconsistent(bare)
     if mark is not None:
         mark.check()
-
-
-def count_inconsistent(bare: nn.Module) -> int:
-    """Return how often a model, given without wrappers, became inconsistent, even if it is repaired.
-
-    What was remembered of it before is void then.
-    """
-    return int(getattr(bare, COUNT, 0))
-
-
-def without_wrappers(model: nn.Module) -> nn.Module:
-    """Take DDP and torch.compile off a model: the module inside has the mark."""
-    while True:
-        inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-        inner = getattr(inner, "_orig_mod", inner)
-        if inner is model or not isinstance(inner, nn.Module):
-            return model
-        model = inner

@@ -10,13 +10,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from xffl.aggregation.engine.decision.inconsistent import (
-    COUNT,
-    MARK,
-    count_inconsistent,
-    find_inconsistent,
-    without_wrappers,
-)
+from xffl.aggregation.engine.decision.inconsistent import INCONSISTENT_COUNT, INCONSISTENT_MARK, find_inconsistent
+from xffl.distributed.values.sharding import without_wrappers
 from xffl.errors import RoundError, TornError
 
 __all__ = ["InconsistentModel", "mark_inconsistent"]
@@ -42,7 +37,7 @@ class InconsistentModel:
             self._model.register_load_state_dict_pre_hook(self._begin_load),  # type: ignore[no-untyped-call]
             self._model.register_load_state_dict_post_hook(self._repair),  # type: ignore[no-untyped-call]
         ]
-        object.__setattr__(self._model, MARK, self)
+        object.__setattr__(self._model, INCONSISTENT_MARK, self)
         _forget_compiled()
 
     def check(self) -> None:
@@ -51,7 +46,7 @@ class InconsistentModel:
 
     def remove(self) -> None:
         """Remove the mark of a repaired model; not from within a hook of loading, since torch iterates over these."""
-        object.__delattr__(self._model, MARK)
+        object.__delattr__(self._model, INCONSISTENT_MARK)
         for handle in self._loads:
             handle.remove()
 
@@ -77,7 +72,7 @@ def mark_inconsistent(model: nn.Module, torn: TornError) -> NoReturn:
     """
     cause = torn.__cause__
     bare = without_wrappers(model)
-    object.__setattr__(bare, COUNT, count_inconsistent(bare) + 1)
+    object.__setattr__(bare, INCONSISTENT_COUNT, getattr(bare, INCONSISTENT_COUNT, 0) + 1)
     if find_inconsistent(bare) is None:
         InconsistentModel(model, str(torn))
     if cause is not None and not isinstance(cause, Exception):

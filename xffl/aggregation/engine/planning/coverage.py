@@ -21,7 +21,7 @@ from xffl.aggregation.engine.planning.ddp_parameters import reduced_parameters
 from xffl.aggregation.engine.planning.tensors import tensors_of
 from xffl.distributed.agreement.consistency import ranks_text
 from xffl.distributed.distributed_state import DistributedState
-from xffl.distributed.values.gradients import find_reduction
+from xffl.distributed.values.gradients import REDUCTION_MARK, find_reduction
 from xffl.errors import ConfigError
 
 __all__ = ["check_gradients"]
@@ -70,7 +70,7 @@ def check_gradients(
             mesh = tensor.device_mesh
             ranks = meshes.setdefault(mesh, frozenset(mesh.mesh.flatten().tolist()))
             reductions.append(Reduction(ranks, "the mesh of its DTensor"))
-        if (mark := find_reduction(tensor)) is not None:
+        if hasattr(tensor, REDUCTION_MARK) and (mark := find_reduction(tensor)) is not None:
             reductions.append(Reduction(frozenset(mark.ranks), mark.by))
         for reduction in reductions:
             _check_inside(name, reduction, cell, state)

@@ -24,7 +24,7 @@ from xffl.compat.ddp import parameters_at_start
 from xffl.costs import MOST_IN_TABLES
 from xffl.distributed.agreement.consistency import compare_hashes, control_device, hash_of
 from xffl.distributed.collectives import Group, all_gather_json
-from xffl.distributed.values.sharding import local_tensor, reshard
+from xffl.distributed.values.sharding import WRAPPERS, local_tensor, reshard
 from xffl.errors import ConfigError
 from xffl.topology import Coordinates, Topology
 
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 __all__ = [
     "NUMBERS",
     "POLICIES",
-    "WRAPPERS",
     "Axis",
     "Division",
     "Manifest",
@@ -52,10 +51,6 @@ __all__ = [
     "tensors_of",
     "ties_of",
 ]
-
-
-WRAPPERS = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module"})
-"""Parts of names that DDP, torch.compile and activation checkpointing insert."""
 
 
 NUMBERS = "(numbers)"

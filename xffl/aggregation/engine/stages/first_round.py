@@ -24,7 +24,6 @@ from xffl.aggregation.engine.groups import RoundGroups, RoundScope
 from xffl.aggregation.engine.planning.replica_tensors import ReplicaTensors
 from xffl.aggregation.engine.planning.tensors import Axis, Division, Manifest, ModelTensor
 from xffl.aggregation.engine.stages.stage import RoundStage
-from xffl.aggregation.engine.stages.unequal_replicas import UnequalReplicas
 from xffl.aggregation.engine.voting.votes import RoundStatus
 from xffl.checks import group as group_pairs
 from xffl.distributed.agreement.consistency import control_device
@@ -244,6 +243,8 @@ class FirstRound(RoundStage):
 
     def _explain(self, cells: Collection[int]) -> None:
         """Raise for the first tensor that differs inside a cell, or write how little it does; collective."""
+        from xffl.aggregation.engine.alike.unequal_replicas import UnequalReplicas
+
         held: list[tuple[str, tuple[int, ...], int]] = []
         if self._at.cell in cells:
             held = [

@@ -192,11 +192,11 @@ class BallotTree:
         self._others = [Letter(first + peer, topology.sizes[topology.cell_of(peer)]) for peer in peers.others]
         self._order = _order_of_ranks(size) if self._is_first else []
 
-    def connect(self, group: Group | None) -> None:
+    def connect(self, group: Group | None, within_s: float) -> None:
         """Open the connections of votes; see :meth:`~xffl.aggregation.engine.voting.votes.VoteTree.connect`."""
         if not isinstance(group, CrossWorldGroup) and is_lazy(group_size(group), world_size=dist.get_world_size()):
             peers = [[peer for peer, _ in letters] for letters in (self._below, self._above, self._others)]
-            connect_tree(peers, group, self._device)
+            connect_tree(peers, group, self._device, within_s)
 
     def gather(self, status: RoundStatus, group: Group | None, within_s: float) -> list[RoundStatus]:
         """Give this rank's status and return everybody's, by rank; collective over ``group``, all ranks that vote.

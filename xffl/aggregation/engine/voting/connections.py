@@ -9,17 +9,24 @@ import torch.distributed as dist
 
 from xffl.aggregation.engine.transport import Move
 from xffl.aggregation.engine.voting.votes import swap
+from xffl.compat.group_names import fresh_name
 from xffl.distributed.failures.waits import NamedWait
+from xffl.distributed.groups import Gathering, watched
 
 __all__ = ["connect_tree"]
 
 
-def connect_tree(peers: Sequence[Sequence[int]], group: dist.ProcessGroup | None, device: torch.device) -> None:
+def connect_tree(
+    peers: Sequence[Sequence[int]], group: dist.ProcessGroup | None, device: torch.device, within_s: float
+) -> None:
     """Open the connections of votes; collective over ``group``, all ranks that vote, and nothing to do over NCCL.
+
+    RuntimeError where a rank does not come in time, or is lost meanwhile.
 
     :param peers: The ranks below this one in the tree of its cell, that above it, and the first ranks of other cells.
     :param group: All ranks that vote.
     :param device: The control device of the group.
+    :param within_s: How long other ranks are waited for, in seconds.
     """
     if device.type == "cuda":
         return
@@ -28,10 +35,18 @@ def connect_tree(peers: Sequence[Sequence[int]], group: dist.ProcessGroup | None
         return [(torch.zeros(1, dtype=torch.uint8), peer) for peer in peers]
 
     below, above, others = peers
-    # In the order of a vote, so that no rank waits for one that waits for it.
-    with NamedWait("the connections of votes", group):
+
+    def connect() -> None:
+        # In the order of a vote, so that no rank waits for one that waits for it.
         swap(empty(below), [], group)
         swap([], empty(above), group)
         swap(empty(others), empty(others), group)
         swap(empty(above), [], group)
         swap([], empty(below), group)
+
+    voting = group or dist.group.WORLD
+    assert voting is not None, "ranks vote in a world"
+    ranks = dist.get_process_group_ranks(voting)
+    gathering = Gathering(voting.get_group_store(), f"xffl_votes/{fresh_name(ranks)}", len(ranks), within_s)
+    with NamedWait("the connections of votes", group):
+        watched(connect, gathering)

@@ -136,7 +136,7 @@ def by_cell(values: Sequence[float], topology: Topology, of: Callable[[Sequence[
 class Votes(Protocol):
     """How all ranks learn what everybody says in a vote; see :class:`VoteTree`."""
 
-    def connect(self, group: Group | None) -> None:
+    def connect(self, group: Group | None, within_s: float) -> None:
         """Open the connections of votes where a large group has those of collectives alone; collective."""
 
     def gather(self, status: RoundStatus, group: Group | None, within_s: float) -> list[RoundStatus]:
@@ -180,7 +180,7 @@ class VoteTree:
         self._from_others: list[Move] = [(rows[topology.cell_of(peer)], first + peer) for peer in peers.others]
         self._to_others: list[Move] = [(self._here, first + peer) for peer in peers.others]
 
-    def connect(self, group: Group | None) -> None:
+    def connect(self, group: Group | None, within_s: float) -> None:
         """Open the connections of votes where a large group over gloo has those of collectives alone.
 
         Collective over ``group``, all ranks that vote; elsewhere nothing is done. A rank that is lost later is noticed
@@ -190,7 +190,7 @@ class VoteTree:
             from xffl.aggregation.engine.voting.connections import connect_tree
 
             moves = (self._from_below, self._to_above, self._to_others)
-            connect_tree([[peer for _, peer in each] for each in moves], group, self._device)
+            connect_tree([[peer for _, peer in each] for each in moves], group, self._device, within_s)
 
     def gather(self, status: RoundStatus, group: Group | None, within_s: float) -> list[RoundStatus]:
         """Give this rank's status and return everybody's, by rank; collective over ``group``, all ranks that vote.

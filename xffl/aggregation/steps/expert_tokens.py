@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from xffl.aggregation.engine.planning.tensors import WRAPPERS
+from xffl.distributed.values.sharding import WRAPPERS
 from xffl.errors import ConfigError
 
 __all__ = ["ExpertTokens"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -15,11 +14,10 @@ from xffl.aggregation.algorithms import registry
 from xffl.aggregation.algorithms.clients import Client, set_up
 from xffl.aggregation.algorithms.every_steps import EverySteps, Schedule, schedule_of
 from xffl.aggregation.engine.weights.weight_keepers import may_be_cut
-from xffl.aggregation.federations.hierarchical import Levels, read_levels
-from xffl.aggregation.options import REMOVED, check_merge, refuse_removed
+from xffl.aggregation.federations.hierarchical import Levels
 from xffl.aggregation.steps.step_observers import are_plain
 from xffl.aggregation.steps.wrapped_optimizers import unwrap
-from xffl.checks import integer, one_of
+from xffl.checks import integer
 from xffl.distributed.values.sharding import sharded_parameters
 from xffl.errors import ConfigError
 from xffl.naming import Writer
@@ -33,8 +31,10 @@ __all__ = [
     "RoundConfig",
     "aggregator_options",
     "check_stepped",
+    "parse_arguments",
+    "parse_delay",
+    "parse_moments",
     "parse_round_config",
-    "validate_round_config",
 ]
 
 
@@ -85,28 +85,14 @@ def parse_round_config(
         counted = list(optimizers) if are_plain(optimizers) else unwrap(optimizers)
         check_stepped(model, counted)
     if isinstance(aggregator, Aggregator | Levels):
-        if aggregator.model is not model:
-            raise ConfigError("the aggregator was made for another model; give FederatedScaling the same one")
-        if aggregator.is_closed:
-            raise ConfigError("the aggregator is closed; make another one, or give a mapping of its options")
-        of_making = (("algorithm", asked.algorithm), ("client", asked.client), ("moments", asked.moments))
-        for what, value in of_making:
-            if value is not None:
-                raise ConfigError(
-                    f"{what} {value!r} has a say in how the aggregator is made; give aggregator={{option: value}} "
-                    "instead of one that is made already"
-                )
-    config = _parse(asked)
-    if config.client is not None and not counted:
-        raise ConfigError(
-            f"client {config.client} changes gradients in the optimizer's step, but optimizer is None; give the "
-            "optimizer, or leave the client out"
-        )
-    if config.moments is not None and not counted:
-        raise ConfigError(
-            f"moments={config.moments} is about what optimizers keep, but optimizer is None; give the optimizer, or "
-            "leave moments out"
-        )
+        from xffl.aggregation.rounds.config_features import check_given
+
+        check_given(asked, aggregator, model)
+    config = parse_arguments(asked)
+    if not counted and (config.client is not None or config.moments is not None):
+        from xffl.aggregation.rounds.config_features import refuse_without_optimizers
+
+        refuse_without_optimizers(config)
     config.schedule.check(cells)
     if weight is not None and not callable(weight):
         raise ConfigError(f"weight {weight!r} is not callable; give a function that returns this rank's count")
@@ -119,44 +105,16 @@ def parse_round_config(
     return replace(config, optimizers=tuple(counted))
 
 
-def validate_round_config(asked: RoundArguments) -> None:
-    """Check the arguments of :func:`parse_round_config` that a configuration holds, before there is a model; local.
-
-    An algorithm's options, and how they go with the rest, are left to that function: to make an algorithm's server
-    optimizer takes slow imports.
-    """
-    if asked.algorithm is None:
-        _parse(asked)
-        return
-    entry, _ = registry.find_algorithm(asked.algorithm)
-    schedule = schedule_of(entry.scaling.get("every") if asked.every is None else asked.every)
-    assert isinstance(asked.aggregator, Mapping), "a configuration makes no aggregator"
-    _check_keywords(asked.aggregator)
-    if asked.delay is not None:
-        _parse_delay(asked.delay, schedule)
-    check_merge(asked.alpha)
-    _parse_moments(asked.moments, asked.aggregator)
-    if asked.client is not None:
-        registry.make("client", asked.client, writer=Writer.USER)
-
-
-def _parse(asked: RoundArguments) -> RoundConfig:
-    """Parse what needs neither a model nor the cells."""
+def parse_arguments(asked: RoundArguments) -> RoundConfig:
+    """Parse what needs neither a model nor the cells; local."""
     aggregator, algorithm = asked.aggregator, asked.algorithm
     options, preset = ({}, {}) if algorithm is None else registry.resolve_algorithm(algorithm, writer=Writer.USER)
     schedule = schedule_of(preset.get("every") if asked.every is None else asked.every)
-    if not isinstance(aggregator, Aggregator | Levels):
-        if not isinstance(aggregator, Mapping | None):
-            raise ConfigError(
-                f"aggregator must be an Aggregator or a mapping of its options, got {aggregator!r}; give either"
-            )
-        if twice := sorted(options.keys() & (aggregator or {}).keys()):
-            raise ConfigError(
-                f"aggregator sets {', '.join(twice)}, and so does the algorithm; give it as an option of the algorithm "
-                "only"
-            )
-        options = {**options, **(aggregator or {})}
-        _check_keywords(options)
+    is_made = isinstance(aggregator, Aggregator | Levels)
+    if not is_made and (aggregator is not None or options):
+        from xffl.aggregation.rounds.config_features import read_options
+
+        options = read_options(options, aggregator)
     if asked.client is not None and "client" in preset:
         raise ConfigError(f"algorithm {algorithm!r} has a client of its own; give either, or client as its option")
     config = RoundConfig(
@@ -165,49 +123,15 @@ def _parse(asked: RoundArguments) -> RoundConfig:
         if asked.client is None
         else registry.make("client", asked.client, writer=Writer.USER),
         options=options,
-        delay=_parse_delay(preset.get("delay", 0) if asked.delay is None else asked.delay, schedule),
+        delay=parse_delay(preset.get("delay", 0) if asked.delay is None else asked.delay, schedule),
         alpha=preset.get("alpha") if asked.alpha is None else asked.alpha,
-        moments=_parse_moments(preset.get("moments") if asked.moments is None else asked.moments, options),
+        moments=parse_moments(preset.get("moments") if asked.moments is None else asked.moments, options),
     )
-    _check_delay(config, aggregator)
-    fragments = aggregator.fragments if isinstance(aggregator, Aggregator | Levels) else options.get("fragments", 1)
-    if config.schedule.has_threshold and fragments != 1:
-        raise ConfigError(
-            f"schedule {config.schedule} looks at the whole model, but fragments is {fragments}; leave one of them out"
-        )
-    if config.client is not None and options.get("fragments", 1) != 1:
-        raise ConfigError(
-            f"client {config.client} needs rounds of the whole model, but fragments is {options['fragments']}; leave "
-            "one of them out"
-        )
+    if config.delay or config.alpha is not None or config.client is not None or schedule.has_threshold:
+        from xffl.aggregation.rounds.config_features import check_features
+
+        check_features(config, aggregator)
     return config
-
-
-def _parse_moments(spec: object, options: Mapping[str, Any]) -> Moments | None:
-    """Return what rounds do with moments."""
-    if spec is None:
-        return None
-    from xffl.aggregation.algorithms.moments import moments_of
-
-    moments = moments_of(spec)
-    if moments is not None and "levels" in options:
-        raise ConfigError(f"moments={moments} does not go with levels; leave one of them out")
-    return moments
-
-
-def _check_keywords(options: Mapping[str, Any]) -> None:
-    """Check the names of an aggregator's keywords."""
-    if "levels" in options:
-        read_levels(options["levels"], {name: value for name, value in options.items() if name != "levels"})
-        return
-    parameters = inspect.signature(Aggregator).parameters.values()
-    known = [one.name for one in parameters if one.kind is inspect.Parameter.KEYWORD_ONLY]
-    for name in options:
-        if name in REMOVED:
-            refuse_removed([name])
-        if name == "moments":
-            raise ConfigError("moments are those of the loop's optimizers; give them beside aggregator, not in it")
-        one_of("aggregator option", name, known)
 
 
 def check_stepped(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -236,35 +160,17 @@ def check_stepped(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         )
 
 
-def _check_delay(config: RoundConfig, aggregator: object) -> None:
-    """Check what delayed rounds need."""
-    delay = config.delay
-    if config.moments is not None and config.moments.mode == "average" and delay and config.alpha is None:
-        raise ConfigError(
-            f"moments={config.moments} with a delay needs alpha: mean + (local - copy) may make a second moment "
-            "negative; give alpha, such as 0.5"
-        )
-    if config.alpha is not None and not delay:
-        raise ConfigError(f"alpha {config.alpha!r} is for delayed rounds, but delay is 0; give a delay, too")
-    check_merge(config.alpha)
-    if not delay:
-        return
-    overlaps = config.options.get("overlap", "levels" not in config.options)
-    if not (aggregator.overlaps if isinstance(aggregator, Aggregator | Levels) else overlaps):
-        raise ConfigError(f"delay {delay} needs an aggregator made with overlap=True, and without levels")
-    if config.client is not None:
-        raise ConfigError(
-            f"client {config.client} needs to know where the last round left the model, but delay is {delay}; leave "
-            "one of them out"
-        )
-    if config.schedule.has_threshold:
-        raise ConfigError(
-            f"schedule {config.schedule} measures the model before a round starts, but delay is {delay}; leave one out"
-        )
+def parse_moments(spec: object, options: Mapping[str, Any]) -> Moments | None:
+    """Return what rounds do with what optimizers keep beside the parameters; local."""
+    if spec is None:
+        return None
+    from xffl.aggregation.rounds.config_features import read_moments
+
+    return read_moments(spec, options)
 
 
-def _parse_delay(delay: object, schedule: Schedule) -> int:
-    """Return the delay, which must end before the next round is due."""
+def parse_delay(delay: object, schedule: Schedule) -> int:
+    """Return the delay, which must end before the next round is due; local."""
     most = schedule.every - 1 if isinstance(schedule, EverySteps) else None
     return integer("delay", delay, 0, most, hint="give local steps, fewer than every")
 
