@@ -1,11 +1,12 @@
 """Change the members of an elastic federation many times, and see whether what its cells hold stays the same.
 
     python -m tests.chaos.members [--rounds 2000] [--changes 200] [--case plain|codec] [--journal folder|service]
-        [--out FILE]
+        [--allocator exact|default] [--traces] [--out FILE]
 
 Two cells stay for the whole run. A third one comes, makes some rounds, leaves in order, and comes again in the same
 process; in every tenth visit it is killed instead, and a new process comes. All cells note now and then how many
-threads, descriptors, process groups, keys of the store that it serves, and how much resident memory their process has.
+threads, descriptors, process groups, keys of the store that it serves, and how much memory their process has: resident,
+given out by glibc, and kept by it of what was given back.
 ``journal_ms`` is the time that a round spends in the journal, and ``round_ms`` that of a round, both medians.
 
 Printed as JSON: for each cell and number its mean in the second and in the last fifth of the run, its highest, and its
@@ -15,6 +16,9 @@ slope for a hundred changes. The exit code is 1 if a mean has grown by more than
 from __future__ import annotations
 
 import argparse
+import collections
+import ctypes
+import gc
 import json
 import os
 import signal
@@ -23,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tracemalloc
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -58,7 +63,19 @@ AHEAD_S = 0.1
 SAMPLES = 100
 """How often a cell that stays notes what it holds"""
 TOKEN = "the token of the members"
-ALLOWANCES = {"threads": 1.0, "descriptors": 2.0, "groups": 0.0, "store_keys": 1.0, "resident_mib": 8.0}
+ALLOCATORS: dict[str, dict[str, str]] = {
+    "exact": {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072", "TORCH_FR_BUFFER_SIZE": "0"},
+    "default": {},
+}
+"""Variables without which glibc keeps some MB of what is freed, and torch the last 2,000 collective calls"""
+ALLOWANCES = {
+    "threads": 1.0,
+    "descriptors": 2.0,
+    "groups": 0.0,
+    "store_keys": 1.0,
+    "given_out_mib": 0.5,
+    "resident_mib": 8.0,
+}
 """How much more a process may hold in the last fifth of the run than in the second one, in the mean"""
 
 
@@ -97,6 +114,7 @@ class Watch:
         self._stores: list[weakref.ref[TCPStore]] = []
         self._journal_s = 0.0
         self._rounds: list[tuple[float, float]] = []
+        self._traced: tuple[tracemalloc.Snapshot, collections.Counter[str]] | None = None
         self._began = time.monotonic()
         federation.serve_store = self._recording(federation.serve_store)  # type: ignore[attr-defined]
         for kind in (JournalFolder, RemoteJournal):
@@ -144,12 +162,51 @@ class Watch:
             "groups": len(dist.distributed_c10d._world.pg_map),
             "store_keys": sum(store.num_keys() for store in stores),
             "resident_mib": round(int(status.split("VmRSS:")[1].split()[0]) / 1024, 2),
+            **measure_allocator(),
+            **self._trace(number),
             "round_ms": round(1000 * statistics.median(seconds for seconds, _ in self._rounds), 2),
             "journal_ms": round(1000 * statistics.median(seconds for _, seconds in self._rounds), 2),
         }
         self._rounds.clear()
         with self._file.open("a") as file:
             file.write(json.dumps(held) + "\n")
+
+    def _trace(self, number: int) -> dict[str, Any]:
+        """Return what Python's objects take since the first sample, where they are traced."""
+        if not tracemalloc.is_tracing():
+            return {}
+        gc.collect()
+        snapshot = tracemalloc.take_snapshot()
+        kinds = collections.Counter(f"{type(one).__module__}.{type(one).__qualname__}" for one in gc.get_objects())
+        told: dict[str, Any] = {"traced_kib": round(sum(one.size for one in snapshot.traces) / 1024, 1)}
+        if self._traced is None:
+            self._traced = snapshot, kinds
+        elif self._traced is not None:
+            before, kinds_before = self._traced
+            lines = snapshot.compare_to(before, "lineno")[:12]
+            told["lines"] = [f"{one.traceback}: {one.size_diff} bytes, {one.count_diff} objects" for one in lines]
+            told["kinds"] = dict((kinds - kinds_before).most_common(12))
+        return told
+
+
+class Mallinfo(ctypes.Structure):
+    """What glibc's ``mallinfo2`` returns, over all arenas."""
+
+    _fields_ = [
+        *((name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd")),
+        *((name, ctypes.c_size_t) for name in ("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")),
+    ]
+
+
+def measure_allocator() -> dict[str, float]:
+    """Return how much memory is given out by glibc, and how much it keeps of what was given back."""
+    library = ctypes.CDLL(None)
+    library.mallinfo2.restype = Mallinfo
+    told = library.mallinfo2()
+    return {
+        "given_out_mib": round((told.uordblks + told.hblkhd) / 2**20, 3),
+        "kept_free_mib": round(told.fordblks / 2**20, 3),
+    }
 
 
 class Cell:
@@ -218,7 +275,7 @@ class Cell:
         self._watch.restart()
 
 
-def measure(case: str, rounds: int, changes: int, journal: str) -> dict[str, Any]:
+def measure(case: str, rounds: int, changes: int, journal: str, allocator: str, *, traces: bool) -> dict[str, Any]:
     """Run the federation, and return what its cells held."""
     with tempfile.TemporaryDirectory(prefix="members-") as place, ExitStack() as stack:
         folder = Path(place)
@@ -235,6 +292,7 @@ def measure(case: str, rounds: int, changes: int, journal: str) -> dict[str, Any
         environ = environment() | {"XFFL_TOKEN": TOKEN, "XFFL_JOURNAL": where, "OMP_NUM_THREADS": "1"}
         environ |= {"RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
         environ |= {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "1"}
+        environ |= ALLOCATORS[allocator] | ({"PYTHONTRACEMALLOC": "1"} if traces else {})
 
         def start(cell: int) -> subprocess.Popen[bytes]:
             words = [plan.url, place, case, str(rounds), str(changes), str(cell)]
@@ -267,6 +325,7 @@ def measure(case: str, rounds: int, changes: int, journal: str) -> dict[str, Any
         return {
             "case": case,
             "journal": journal,
+            "allocator": allocator,
             **made,
             "seconds": round(time.monotonic() - began),
             "cells": [summarize(of_cell, made["rounds"] / changes) for of_cell in samples],
@@ -286,7 +345,7 @@ def summarize(samples: Sequence[dict[str, Any]], between: float) -> dict[str, di
     fifth = max(1, len(samples) // 5)
     rounds = [sample["round"] for sample in samples]
     summary = {}
-    for name in (*ALLOWANCES, "round_ms", "journal_ms"):
+    for name in (*ALLOWANCES, "kept_free_mib", "round_ms", "journal_ms"):
         values = [sample[name] for sample in samples]
         slope = statistics.linear_regression(rounds[fifth:], values[fifth:]).slope if len(values) > fifth + 1 else 0.0
         summary[name] = {
@@ -315,6 +374,8 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--changes", type=int, default=200, help="how often the guest comes or goes")
     parser.add_argument("--case", choices=CASES, default="plain")
     parser.add_argument("--journal", choices=("folder", "service"), default="folder")
+    parser.add_argument("--allocator", choices=ALLOCATORS, default="exact", help="whether glibc and torch keep memory")
+    parser.add_argument("--traces", action="store_true", help="trace Python's objects, which takes long")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--cell", nargs=6, help=argparse.SUPPRESS)
     args = parser.parse_args(words)
@@ -322,7 +383,7 @@ def main(words: list[str] | None = None) -> int:
         url, folder, case, rounds, changes, cell = args.cell
         Cell(Plan(url, Path(folder), case, int(rounds), int(changes)), int(cell)).run()
         return 0
-    result = measure(args.case, args.rounds, args.changes, args.journal)
+    result = measure(args.case, args.rounds, args.changes, args.journal, args.allocator, traces=args.traces)
     grown = find_growth(result)
     print(json.dumps({**{name: result[name] for name in result if name != "samples"}, "grown": grown}, indent=1))
     if args.out is not None:
