@@ -336,6 +336,7 @@ def test_of_two_cells_one_goes_on_where_the_other_is_killed(lighthouse: str, pha
     check_alike(told)
     for one in told:
         assert one.cells[ROUNDS] == (0,)
+        assert one.looks[2] == one.looks[ROUNDS]  # with which there is nobody to compare
         assert sum(weights[0] for weights in one.weights.values()) == one.steps * 2
 
 
@@ -350,6 +351,17 @@ def test_two_cells_refuse_what_is_not_finite(lighthouse: str) -> None:
     for text in failures:
         assert "RoundError" in text
         assert "cell 1 holds values that are not finite in '3.bias'" in text
+
+
+def test_a_cell_that_is_left_out_for_what_is_not_finite_has_no_norm(lighthouse: str) -> None:
+    told = run(
+        lighthouse, (1, 1), rounds=3, biases={1: float("nan")}, options={"nonfinite": "drop_cell", "norms": True}
+    )
+    check_alike(told)
+    for one in told:
+        norms = one.norms[3]
+        assert one.weights[3][0] > 0 == one.weights[3][1]
+        assert norms is not None and norms[0] > 0 == norms[1]
 
 
 def test_a_cell_that_is_silent_is_given_up(lighthouse: str) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from tests.ports import free_port
-from xffl.elastic.rank_meeting import await_ranks, connect_store, keys_of_group
+from xffl.elastic.rank_meeting import await_ranks, connect_store, delete_groups, keys_of_group
 
 
 def meet(names: list[str], size: int, *, within_s: float, find_lost: Callable[[], str] | None = None) -> dict[str, str]:
@@ -84,3 +84,14 @@ def test_all_that_ranks_leave_at_the_store_is_known_by_name() -> None:
     for rank in ranks:
         rank.join()
     assert {*server.list_keys()} == {*keys_of_group("7/3", 3)} - {"7/3/lost"}
+
+
+def test_notes_of_ranks_that_have_waited_go_with_their_group() -> None:
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+    stays = {"xffl/token", "8.2/3/here", "8.2/3/xffl_waits/all/1", "7.12/2/here"}
+    for number in range(9):
+        for key in (f"7.{number}/2/here", f"7.{number}/2/xffl_waits/all/count/a call", f"7.{number}/2/1/0", *stays):
+            server.set(key, "")
+        delete_groups(server, [(f"7.{number}/2", 2)], [("8.2/3", 3)])
+    keys = {*server.list_keys()}
+    assert stays <= keys and len(keys) < 10  # and not two more for each group

@@ -37,7 +37,7 @@ from xffl.distributed.startup.stores import serve_store
 from xffl.elastic.answers import Answers, ask_store, knock
 from xffl.elastic.arrivals import Arrivals, may_still_come
 from xffl.elastic.lighthouse_client import Lighthouse, Meeting
-from xffl.elastic.rank_meeting import await_ranks, connect_store, keys_of_group
+from xffl.elastic.rank_meeting import await_ranks, connect_store, delete_groups
 from xffl.elastic.roster import (
     CellRecord,
     Epoch,
@@ -658,11 +658,9 @@ class ElasticFederation:
         if self._store is None:
             return
         earlier = [hosted for hosted in self._hosted if hosted[0] != group]
-        for name, size in earlier:
-            for key in keys_of_group(name, size):
-                self._store.delete_key(key)
         # A rank that comes too late for the last one may still write.
         self._hosted = [hosted for hosted in self._hosted if hosted in earlier[-1:] or hosted[0] == group]
+        delete_groups(self._store, earlier, [hosted for hosted in self._hosted if hosted[0] == group])
 
     def _lost_member(self, epoch: Epoch) -> str:
         """Connect to the stores of all members, and return in words which one is lost.

@@ -7,14 +7,14 @@ its timeout is over, ten seconds, in which no cell makes a round.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from xffl.elastic.answers import knock
 
-__all__ = ["await_ranks", "connect_store", "keys_of_group"]
+__all__ = ["await_ranks", "connect_store", "delete_groups", "keys_of_group"]
 
 HERE_KEY = "here"
 """How many ranks have come."""
@@ -24,6 +24,8 @@ LOOK_S = 0.3
 """How often who waits looks for members that are lost."""
 SHORTEST_S, LONGEST_S = 0.002, 0.1
 """Bounds of the time between two questions to the store, which is a quarter of the time that has been waited."""
+MOST_OWN_KEYS = 3
+"""Keys of a cell's store that belong to no group, at most; torch has one of its own."""
 TRY_S = 2.0
 """How long a try to connect to the store lasts."""
 
@@ -37,6 +39,27 @@ def keys_of_group(group: str, size: int) -> list[str]:
     """
     addresses = [f"0/{rank}" for rank in range(size)]  # gloo's own names
     return [f"{group}/{key}" for key in (HERE_KEY, LOST_KEY, *addresses)]
+
+
+def delete_groups(store: TCPStore, earlier: Sequence[tuple[str, int]], kept: Sequence[tuple[str, int]]) -> None:
+    """Delete what the ranks of earlier groups have left at a store, where this process serves it.
+
+    Beside their own keys these are the notes of ranks that have waited for long, whose names nobody else knows: the
+    store's keys are listed only where there are more than there should be.
+
+    :param store: The store.
+    :param earlier: The names of these groups, with how many ranks each has had.
+    :param kept: Those of the groups whose keys stay.
+    """
+    for name, size in earlier:
+        for key in keys_of_group(name, size):
+            store.delete_key(key)
+    expected = MOST_OWN_KEYS + sum(len(keys_of_group(name, size)) for name, size in kept)
+    if store.num_keys() > expected:
+        beginnings = tuple(f"{name}/" for name, _ in earlier)
+        for key in store.list_keys():
+            if key.startswith(beginnings):
+                store.delete_key(key)
 
 
 def connect_store(address: str, within_s: float) -> TCPStore:
