@@ -122,7 +122,7 @@ def test_a_checkpoint_of_rounds_saves_after_each_that_is_due(monkeypatch: pytest
 
     saved: list[int] = []
     rounds = [3]
-    monkeypatch.setattr(ModelCheckpoint, "on_train_batch_end", lambda *_: saved.append(rounds[-1]))
+    monkeypatch.setattr(ModelCheckpoint, "on_train_batch_end", lambda *_, **__: saved.append(rounds[-1]))
     saves, other = RoundCheckpoint(every_n_rounds=2), RoundCheckpoint(every_n_rounds=3)
     assert saves.state_key != other.state_key
     with pytest.raises(ConfigError, match=r"add FederatedRounds\(...\) to the same Trainer"):
