@@ -10,11 +10,13 @@ import torch
 import torch.distributed as dist
 
 from tests.worlds import fake_world
+from xffl.cluster.environment import ProcessEnvironment
 from xffl.distributed import DistributedState, distributed_state
 from xffl.distributed.agreement.consistency import ranks_text
 from xffl.distributed.distributed_state import create_device_mesh
 from xffl.distributed.groups import new_group, without_host_side
 from xffl.distributed.round_groups import make_round_groups
+from xffl.distributed.startup.open_files import FileLimit, SessionFiles
 from xffl.errors import ConfigError, StateError, TopologyError
 from xffl.topology import Topology
 
@@ -148,6 +150,18 @@ def test_further_handles_of_streams_have_no_connections_of_gloo() -> None:
     ]
     assert {given for name, given in asked if name.endswith("_stream")} == {"cuda:nccl"}
     assert {given for name, given in asked if not name.endswith("_stream")} == {None}
+
+
+def test_further_handles_of_streams_need_no_open_files() -> None:
+    place = ProcessEnvironment(rank=1, world_size=64)
+    needs = {}
+    for streams in (1, 4):
+        files = SessionFiles(FileLimit(used=0, most=0), place, store_files=1)
+        for backend, link_backend in (("cpu:gloo,cuda:nccl", None), ("cpu:gloo,cuda:nccl", "gloo")):
+            with pytest.raises(ConfigError, match="open files") as refused:
+                files.check_groups((1,) * 64, (None, None), backend=backend, link_backend=link_backend, streams=streams)
+            needs[streams, link_backend] = int(str(refused.value).split()[5])
+    assert needs[1, None] == needs[4, None] == needs[1, "gloo"] < needs[4, "gloo"]
 
 
 def test_a_new_state_says_nothing() -> None:

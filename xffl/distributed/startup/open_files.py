@@ -11,7 +11,7 @@ from xffl.cluster.sizes import Federation
 from xffl.compat.gloo_connections import is_lazy
 from xffl.compat.sockets import count_open_files
 from xffl.costs import neighbours_of_barrier, peers_in_votes
-from xffl.distributed.groups import STREAMED
+from xffl.distributed.groups import STREAMED, without_host_side
 from xffl.distributed.startup.file_limit import raise_file_limit
 from xffl.distributed.startup.stores import has_agents_store
 from xffl.errors import ConfigError, XfflError
@@ -114,8 +114,10 @@ class SessionFiles:
                 topology = Topology(place.world_size, federated, *mesh)
                 for group in topology.groups_of(place.rank):
                     is_crossing = group.kind == "federated"
-                    if "gloo" in (link_backend if is_crossing and link_backend else backend):
-                        handles = (streams or 1) if group.kind in STREAMED else 1
+                    of_group = link_backend if is_crossing and link_backend else backend
+                    if "gloo" in of_group:
+                        has_handles = group.kind in STREAMED and "gloo" in without_host_side(of_group)
+                        handles = (streams or 1) if has_handles else 1
                         made += handles * files_of_groups(
                             [len(group.ranks)], place.world_size, has_messages=is_crossing
                         )
