@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import fields
+from queue import Queue
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from xffl.cluster.environment import ProcessEnvironment
 from xffl.distributed import DistributedState, distributed_state
 from xffl.distributed.agreement.consistency import ranks_text
 from xffl.distributed.distributed_state import create_device_mesh
-from xffl.distributed.groups import new_group, without_host_side
+from xffl.distributed.groups import Gathering, Making, new_group, watched, without_host_side
 from xffl.distributed.round_groups import make_round_groups
 from xffl.distributed.startup.open_files import FileLimit, SessionFiles
 from xffl.errors import ConfigError, StateError, TopologyError
@@ -162,6 +164,24 @@ def test_further_handles_of_streams_need_no_open_files() -> None:
                 files.check_groups((1,) * 64, (None, None), backend=backend, link_backend=link_backend, streams=streams)
             needs[streams, link_backend] = int(str(refused.value).split()[5])
     assert needs[1, None] == needs[4, None] == needs[1, "gloo"] < needs[4, "gloo"]
+
+
+def test_a_group_that_is_made_after_an_interrupt_is_destroyed() -> None:
+    goes_on = threading.Event()
+    destroyed: Queue[object] = Queue()
+
+    def interrupt(making: object, seconds: float) -> bool:
+        raise KeyboardInterrupt
+
+    with fake_world(2, 0), pytest.MonkeyPatch.context() as patch:
+        group = dist.group.WORLD
+        patch.setattr(dist, "destroy_process_group", destroyed.put)
+        patch.setattr(Making, "wait", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            watched(lambda: group if goes_on.wait(30) else None, Gathering(dist.HashStore(), "here", 2, 30.0))
+        assert destroyed.empty()
+        goes_on.set()
+        assert destroyed.get(timeout=30) is group
 
 
 def test_a_new_state_says_nothing() -> None:

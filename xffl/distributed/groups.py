@@ -186,10 +186,14 @@ def watched(connect: Callable[[], Made], gathering: Gathering) -> Made:
     store.set_timeout(timedelta(seconds=gathering.timeout_s))  # what asks for many values at once has no other limit
     try:
         making = Making(connect)
-        if not making.wait(SLOW_S):
-            from xffl.distributed.failures.lost_in_connecting import await_group
+        try:
+            if not making.wait(SLOW_S):
+                from xffl.distributed.failures.lost_in_connecting import await_group
 
-            await_group(making, gathering)
+                await_group(making, gathering)
+        except BaseException:  # a KeyboardInterrupt, too: nobody would know the group
+            making.leave()
+            raise
     finally:
         store.set_timeout(usual)
     try:

@@ -54,7 +54,6 @@ def await_group(making: Making[_Made], gathering: Gathering) -> None:
             problem = f"timed out waiting {gathering.timeout_s:g} s for {others}"
         if making.wait(0 if problem else min(period, left)):
             return
-    making.leave()
     with suppress(RuntimeError):
         store.set(gathering.failure, problem)
     raise RuntimeError(f"gloo could not connect the {gathering.size} ranks of a group: {problem}")
