@@ -23,6 +23,7 @@ from tests.ranks.test_session import be_rank
 from tests.rounds import aggregator_of
 from tests.scale.real import CountingStore
 from tests.worlds import run_world
+from xffl.aggregation import Level, Levels
 from xffl.compat import gloo_connections
 from xffl.compat.gloo_connections import BATCH_VARIABLE, LAZY_VARIABLE, SHORT_VARIABLE, Form
 from xffl.compat.sockets import open_sockets
@@ -62,6 +63,22 @@ def counts_sockets(rank: int, world_size: int, port: int) -> tuple[int, int, int
 def test_large_groups_open_the_connections_of_collectives_and_no_others() -> None:
     # One socket listens. A barrier of 8 ranks has 5 neighbours of each: 1, 2 and 4 away, on both sides.
     assert run_world(8, counts_sockets, free_port(), init=False) == [(1 + 7, 1 + 5, 0, 0.5)] * 8
+
+
+def makes_levels(rank: int, world_size: int, port: int) -> float:
+    """Make levels of which only one part needs connections of votes, and then groups of all ranks."""
+    be_rank(rank, world_size, port)
+    with mock.patch.object(gloo_connections, "MESH_LIMIT", 1), xffl.session(federated=(1, 1, 1), timeout_s=20) as state:
+        model = nn.Linear(2, 1, bias=False)
+        nn.init.constant_(model.weight, float(rank))
+        levels = [Level(), Level(every=2, groups=(2, 1))]
+        Levels(model, state, levels, gradients_reduced_by_caller=True).aggregate()
+        aggregator_of(model, state, overlap=True).aggregate()
+        return float(model.weight.mean())
+
+
+def test_parts_of_levels_may_be_large_and_small() -> None:
+    assert run_world(3, makes_levels, free_port(), init=False) == [1.0] * 3
 
 
 def call_again(call: str, group: dist.ProcessGroup) -> None:

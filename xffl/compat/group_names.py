@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d
 __all__ = ["AxisName", "fresh_group_name", "fresh_name", "fresh_names"]
 
 _groups_made: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
-"""How many groups this process has named in each world, by the group of all its ranks: lives as long as that does"""
+"""How many groups this process has named in each world, and how many votes in smaller groups: lives as long as these"""
 
 _meshes_made: Counter[tuple[object, ...]] = Counter()
 """How many meshes this process has made of each kind of device and ranks: lives as long as PyTorch's own caches do"""
@@ -36,16 +36,17 @@ def fresh_group_name(ranks: Sequence[int]) -> Iterator[str]:
         yield name
 
 
-def fresh_name(ranks: Sequence[int]) -> str:
-    """Return a name that nothing else of the ranks has, or had, in this world; local, in the same order on all.
+def fresh_name(ranks: Sequence[int], among: dist.ProcessGroup | None = None) -> str:
+    """Return a name that nothing else of the ranks has, or had, in a group; local, in the same order on all.
 
     torch 2.13 has none for what is no group, and for groups none that is fresh (:func:`fresh_group_name`):
-    https://github.com/pytorch/pytorch/blob/v2.11.0/torch/distributed/distributed_c10d.py.
+    https://github.com/pytorch/pytorch/blob/v2.11.0/torch/distributed/distributed_c10d.py. All ranks of ``among``, by
+    default the world, have named as many things in it.
     """
-    world = dist.group.WORLD
-    assert world is not None, "groups are made in a world"
-    number = _groups_made.get(world, 0) + 1
-    _groups_made[world] = number
+    counted = dist.group.WORLD if among is None else among
+    assert counted is not None, "groups are made in a world"
+    number = _groups_made.get(counted, 0) + 1
+    _groups_made[counted] = number
     return hashlib.sha1(f"xffl {number} {list(ranks)}".encode(), usedforsecurity=False).hexdigest()
 
 

@@ -47,6 +47,8 @@ def connect_tree(
     voting = group or dist.group.WORLD
     assert voting is not None, "ranks vote in a world"
     ranks = dist.get_process_group_ranks(voting)
-    gathering = Gathering(voting.get_group_store(), f"xffl_votes/{fresh_name(ranks)}", len(ranks), within_s)
+    # Not by the names of the world: other ranks may have votes that need no connections (a part of levels).
+    name = f"xffl_votes/{fresh_name(ranks, voting)}"
+    gathering = Gathering(voting.get_group_store(), name, len(ranks), within_s)
     with NamedWait("the connections of votes", group):
         watched(connect, gathering)
