@@ -752,7 +752,8 @@ def replaced(rank: int, world_size: int, folder: str) -> None:
         else:
             while not is_open.exists():
                 time.sleep(0.001)
-            shutil.rmtree(home / "best")
+            # At once, as saves do it: rank 1 may still be reading the folder that it has opened.
+            (home / "best").rename(home / "gone")
             (home / "of_2").rename(home / "best")
             begin(self, path)
 

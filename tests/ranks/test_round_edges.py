@@ -26,6 +26,7 @@ from xffl.aggregation import compression as feedback
 from xffl.aggregation.engine import buffers as pool
 from xffl.aggregation.engine import transport
 from xffl.aggregation.engine.decision import consensus as protocol
+from xffl.aggregation.engine.decision import unfit_cells
 from xffl.aggregation.engine.exchange import RoundRun
 from xffl.aggregation.engine.planning.transfers import RoundContext
 from xffl.aggregation.report import RoundProfile
@@ -681,7 +682,7 @@ def stopped_in_a_refusal(rank: int, world_size: int, stop: type[BaseException], 
         model.weight[0, 0] = float("nan") if rank or nonfinite == "reject" else 1.0
     before = model.weight.detach().clone()
     aggregator = xffl.Aggregator(model, state, nonfinite=nonfinite)
-    how = {"reject": (protocol, "check_consistent"), "drop_cell": (protocol, "all_gather_json")}[nonfinite]
+    how = {"reject": (unfit_cells, "check_consistent"), "drop_cell": (unfit_cells, "all_gather_json")}[nonfinite]
 
     def lost(*args: Any, **kwargs: Any) -> None:
         raise stop("the peer is gone")

@@ -108,13 +108,17 @@ class ElasticCoordinator(RoundCoordinator):
                 wrong = unequal.of_cell(self._cell, number=self._number_of_cell, first=self._first)
         except XfflError as reason:
             wrong = reason
-        if faulty:
-            # Who repeats the round closes its connections at once, and others may still hear what is wrong.
-            with suppress(RuntimeError):
-                barrier(self._round_groups.world)
-            if self._cell not in faulty:
-                raise RoundBroken(f"another cell cannot take part: {wrong}")
-        raise wrong
+        try:
+            if faulty:
+                # Who repeats the round closes its connections at once, and others may still hear what is wrong.
+                with suppress(RuntimeError):
+                    barrier(self._round_groups.world)
+                if self._cell not in faulty:
+                    # With its cause, whose traceback is dropped with its own: it refers to groups that are given back.
+                    raise RoundBroken(f"another cell cannot take part: {wrong}") from wrong
+            raise wrong
+        finally:
+            del wrong  # its traceback refers to this frame
 
     def _decide(
         self, prepared: PreparedRound, statuses: Sequence[RoundStatus], least_divergence: float | None

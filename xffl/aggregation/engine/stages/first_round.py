@@ -27,6 +27,7 @@ from xffl.aggregation.engine.stages.stage import RoundStage
 from xffl.aggregation.engine.voting.votes import RoundStatus
 from xffl.checks import group as group_pairs
 from xffl.distributed.agreement.consistency import control_device
+from xffl.errors import RoundError
 
 __all__ = ["FirstRound", "ValueDigest"]
 
@@ -243,7 +244,7 @@ class FirstRound(RoundStage):
 
     def _explain(self, cells: Collection[int]) -> None:
         """Raise for the first tensor that differs inside a cell, or write how little it does; collective."""
-        from xffl.aggregation.engine.alike.unequal_replicas import UnequalReplicas
+        from xffl.aggregation.engine.alike.unequal_replicas import ReplicasDiffer, UnequalReplicas
 
         held: list[tuple[str, tuple[int, ...], int]] = []
         if self._at.cell in cells:
@@ -254,7 +255,12 @@ class FirstRound(RoundStage):
         unequal = UnequalReplicas(
             self.scope, self.round_groups, processor=self.processor, held=held, copies=self._copies
         )
-        unequal.explain(cells)
+        try:
+            unequal.explain(cells)
+        except ReplicasDiffer as differ:
+            if self.scope.is_elastic:  # where each cell learns of its own ranks alone
+                raise
+            raise RoundError(str(differ)) from None
 
     def _are_cells_equal(self, statuses: Sequence[RoundStatus]) -> bool:
         """Tell whether all cells that contribute have trained and hold the same bits."""
