@@ -216,6 +216,9 @@ class CrossCellTransport:
         if not isinstance(world, CrossWorldGroup):
             raise lost
         self.profile.is_cut_off = True
+        # Its lines say nothing that its text does not, but their calls, and who has called these, refer to the groups:
+        # they would live until the garbage collector runs.
+        lost.__traceback__ = None
         self.profile.failure = self.profile.failure or lost
         world.poison()
 
