@@ -496,7 +496,9 @@ class _Wire:
         self._move(now)
         if not self._late:
             return max(now, self.free) + self._latency
-        total, start, free, end = 0.0, now, self.free, now + self._late
+        end = now + self._late
+        start, free = now, self.free
+        total = 0.0
         for allowed, free_after in self._next_until(end):
             total += (allowed - start) * max(now, free)
             start, free = allowed, free_after

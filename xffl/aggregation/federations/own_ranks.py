@@ -41,14 +41,14 @@ def compare_options(model: nn.Module, state: DistributedState, given: Mapping[st
     :param given: Options of :class:`xffl.Aggregator`.
     :raises ConfigError: on all ranks.
     """
-    defaults = {name: one.default for name, one in inspect.signature(Aggregator).parameters.items()}
-    told = defaults | dict(given)
+    parameters = inspect.signature(Aggregator).parameters
+    arguments = {name: parameter.default for name, parameter in parameters.items()} | dict(given)
     with run_on_all_ranks("models", convert=_unreadable, describe=describe_models) as share:
-        options = Options.of(**{name: told[name] for name in OPTIONS})
+        options = Options.of(**{name: arguments[name] for name in OPTIONS})
         text = f"(options)\t{options}\n"
         if state.topology.cell_shape is None:
             weights, _ = read_weights(model)
-            text += str(Manifest(weights, told["policies"], told["codec"], extra=told["extra"]))
+            text += str(Manifest(weights, arguments["policies"], arguments["codec"], extra=arguments["extra"]))
         share(text)
 
 

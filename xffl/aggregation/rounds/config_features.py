@@ -86,7 +86,7 @@ def check_keywords(options: Mapping[str, Any]) -> None:
         read_levels(options["levels"], {name: value for name, value in options.items() if name != "levels"})
         return
     parameters = inspect.signature(Aggregator).parameters.values()
-    known = [one.name for one in parameters if one.kind is inspect.Parameter.KEYWORD_ONLY]
+    known = [each.name for each in parameters if each.kind is inspect.Parameter.KEYWORD_ONLY]
     for name in options:
         if name in REMOVED:
             refuse_removed([name])

@@ -37,11 +37,13 @@ def await_group(making: Making[_Made], gathering: Gathering) -> None:
     here = 0
     deadline = time.monotonic() + gathering.timeout_s
     problem = ""
+    is_known = False  # to the others, from the rank that has noticed it
     while not problem:
         try:
             if store.check([gathering.failure]):
-                told = store.get(gathering.failure).decode(errors="replace")
-                problem = f"another rank of the job has ended by: {told}"
+                reason = store.get(gathering.failure).decode(errors="replace")
+                problem = f"another rank of the job has ended by: {reason}"
+                is_known = True
             elif (arrived := store.add(gathering.arrivals, 0)) > here:
                 here = arrived
                 deadline = time.monotonic() + gathering.timeout_s
@@ -54,8 +56,9 @@ def await_group(making: Making[_Made], gathering: Gathering) -> None:
             problem = f"timed out waiting {gathering.timeout_s:g} s for {others}"
         if making.wait(0 if problem else min(period, left)):
             return
-    with suppress(RuntimeError):
-        store.set(gathering.failure, problem)
+    if not is_known:
+        with suppress(RuntimeError):
+            store.set(gathering.failure, problem)
     raise RuntimeError(f"gloo could not connect the {gathering.size} ranks of a group: {problem}")
 
 

@@ -67,11 +67,12 @@ def find_faulty_cells(statuses: Sequence[RoundStatus], topology: Topology) -> fr
     """
     faulty: set[int] = set()
     for cell in range(topology.cells):
-        told = [statuses[rank] for rank in topology.federation(cell)]
+        votes = [statuses[rank] for rank in topology.federation(cell)]
         points = {
-            (one.aggregator, one.round, one.phase, one.is_encoding, one.is_flushing, one.merge_text) for one in told
+            (vote.aggregator, vote.round, vote.phase, vote.is_encoding, vote.is_flushing, vote.merge_text)
+            for vote in votes
         }
-        ways_to_weigh = {one.is_uniform for one in told if not one.is_absent}
-        if any(one.is_failed for one in told) or len(points) > 1 or len(ways_to_weigh) > 1:
+        ways_to_weigh = {vote.is_uniform for vote in votes if not vote.is_absent}
+        if any(vote.is_failed for vote in votes) or len(points) > 1 or len(ways_to_weigh) > 1:
             faulty.add(cell)
     return frozenset(faulty)
