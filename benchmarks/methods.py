@@ -20,7 +20,17 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-SEEDS = {"synchronous": 3, "diloco": 3, "muloco": 3, "desloc": 1, "sparseloco": 1, "int8": 1, "int4": 1, "int2": 1}
+SEEDS = {
+    "synchronous": 3,
+    "fedavg": 1,
+    "diloco": 3,
+    "muloco": 3,
+    "desloc": 1,
+    "sparseloco": 1,
+    "int8": 1,
+    "int4": 1,
+    "int2": 1,
+}
 """Seeds of each method, in the order of the table."""
 
 

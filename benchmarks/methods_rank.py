@@ -37,6 +37,7 @@ ADAM, MUON = 1e-3, 2e-2
 
 METHODS: dict[str, dict[str, Any] | None] = {
     "synchronous": None,
+    "fedavg": {"algorithm": "fedavg"},
     "diloco": {"algorithm": "diloco"},
     "muloco": {"algorithm": "muloco"},
     "desloc": {"algorithm": "desloc"},
