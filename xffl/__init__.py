@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from xffl.distributed.session import session
     from xffl.distributed.values.cell_means import mean_over_cell
     from xffl.distributed.world import DistributedWorld
-    from xffl.parallel.accumulation import no_sync
+    from xffl.parallel.no_sync import no_sync
     from xffl.parallel.spread import shard
 
 __version__ = "0.1.0"

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos.storm import environment
-from xffl.cluster.launch.launch import held_port
+from xffl.cluster.launch.local import held_port
 
 CELLS, AWAY = 3, 2
 MARK = "XFFL_CURVE"

@@ -38,7 +38,7 @@ from typing import Any
 
 from tests.chaos.jobs import LIGHTHOUSE, Jobs
 from tests.chaos.storm import Job, watch
-from xffl.cluster.launch.launch import held_port
+from xffl.cluster.launch.local import held_port
 
 __all__ = ["KINDS", "audit", "kill", "run"]
 

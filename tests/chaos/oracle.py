@@ -60,7 +60,7 @@ from tests.chaos.jobs import LIGHTHOUSE, Jobs
 from tests.chaos.ledger import kill, read, tree
 from tests.chaos.oracle_draws import PARTS, SLOTS, Draw, draw
 from tests.chaos.storm import HERE, Job, System, environment, watch
-from xffl.cluster.launch.launch import held_port
+from xffl.cluster.launch.local import held_port
 from xffl.journal.folder import JournalFolder
 from xffl.journal.records import RoundRecord
 

@@ -44,7 +44,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from xffl.cluster.launch.launch import held_port
+from xffl.cluster.launch.local import held_port
 from xffl.compat.libc import die_with_parent
 
 HERE = Path(__file__).resolve().parent

@@ -32,7 +32,7 @@ from xffl.jobs.lighthouse import LighthouseProcess
 from xffl.jobs.programs import configured
 from xffl.jobs.request import read_request, write_request
 from xffl.run_report.reader import read_run
-from xffl.training.config.configuration import print_text, read_job, take_over
+from xffl.training.config.configuration import print_text, read_job, read_resolved
 
 ROOT = Path(__file__).parents[2]
 
@@ -144,7 +144,7 @@ def test_options_beat_the_section_launch(
         assert main(["exec", *given]) == 0, words
         found = launched.pop()
         assert found["command"] == (rank,)
-        _, resolved = take_over(found["environ"].pop("XFFL_RESOLVED"))
+        _, resolved = read_resolved(found["environ"].pop("XFFL_RESOLVED"))
         _, read = read_job("config.yaml", given[given.index("config.yaml") + 1 :])
         assert print_text(resolved) == print_text(read)
         cells = {"XFFL_LAUNCHED_CELLS": "2"} if environ else {}
@@ -206,7 +206,7 @@ def test_a_configuration_of_all_cells_is_that_of_each_cell_of_an_elastic_run(
         (project / "request.json").write_text(write_request(job.request))
         assert carry_out(read_request(project / "request.json")) == 0
         found = launched.pop()
-        _, resolved = take_over(found["environ"].pop("XFFL_RESOLVED"))
+        _, resolved = read_resolved(found["environ"].pop("XFFL_RESOLVED"))
         assert resolved.config.experiment.output_dir == f"out/cell_{job.number}"
         assert resolved.config.experiment.seed == 3
         assert {**job.environ, **found["environ"]}["XFFL_CELL"] == f"{job.number}/2"

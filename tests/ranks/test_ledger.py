@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.chaos.ledger import audit, federation, missed, run
-from xffl.cluster.launch.launch import held_port
+from xffl.cluster.launch.local import held_port
 
 
 @pytest.mark.long  # half a minute; CI holds whole models against the same rule in tests/ranks/test_oracle.py

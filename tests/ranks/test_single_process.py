@@ -21,7 +21,7 @@ import xffl
 from tests.decoder import Block, Decoder, loss_of, text_batch
 from tests.ranks.test_strategies import configure, full_weights
 from xffl.cluster.hardware import pick_gpu
-from xffl.cluster.launch.launch import launch_distributed
+from xffl.cluster.launch.local import launch_distributed
 from xffl.distributed import DeviceParameters
 from xffl.parallel import DistributedStrategy, shard
 from xffl.training.mixins.state import StateMixin

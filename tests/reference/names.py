@@ -40,7 +40,7 @@ EXISTS: dict[str, dict[str, str]] = {
         "init_process_group": "xffl.distributed:setup_distributed_process_group",
         "destroy_process_group": "xffl.distributed:cleanup_distributed_process_group",
         "test_single_process": "xffl:session",  # one process without a launcher
-        "main": "xffl.cluster.launch.launch:launch_local",  # the document's launcher.py
+        "main": "xffl.cluster.launch.local:launch_local",  # the document's launcher.py
     },
     "strategy_patterns.md": {
         "init_process_group": "xffl.distributed:setup_distributed_process_group",

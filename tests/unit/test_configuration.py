@@ -34,14 +34,14 @@ from xffl.training.config.configuration import (
     Resolved,
     choose_federation,
     config_class,
-    hand_over,
     help_text,
     main,
     print_text,
     read_configuration,
     read_job,
-    take_over,
+    read_resolved,
     to_plain,
+    write_resolved,
 )
 from xffl.training.config.dataclasses import BaseTrainerConfig, ExperimentConfig
 from xffl.training.config.variables import requested_settings
@@ -719,10 +719,10 @@ experiment: {name: é}
     (tmp_path / "config.yaml").write_text(text, encoding="utf-8")
     words = ["--extra.b=2", "--callbacks+=Forgetful", "--callbacks.every=4", "--tuned.lr=1e-5", "--slurm.nodes=2"]
     _, resolved = read_job(str(tmp_path / "config.yaml"), words, {"XFFL_TITLE": "3", "XFFL_NOTE": "null"})
-    word = hand_over(str(tmp_path / "config.yaml"), resolved)
+    word = write_resolved(str(tmp_path / "config.yaml"), resolved)
     monkeypatch.setenv("XFFL_TITLE", "other")
     (tmp_path / "config.yaml").write_text("changed since")
-    trainer, again = take_over(word)
+    trainer, again = read_resolved(word)
     assert trainer is MyTrainer and print_text(again) == print_text(resolved)
     assert [one.doubled for one in again.config.callbacks] == [6, 8]
     assert again.config.anything == {1: "1", "a": [1e-3, "\n\0", float("inf")]}
@@ -730,7 +730,7 @@ experiment: {name: é}
     assert (again.launch, again.slurm, again.origins) == (resolved.launch, resolved.slurm, resolved.origins)
     long = replace(resolved, given={"title": random.Random(0).randbytes(200_000).hex()})
     with pytest.raises(ConfigError, match="keep long lists in a file that the trainer reads"):
-        hand_over("config.yaml", long)
+        write_resolved("config.yaml", long)
 
 
 leaves = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.sampled_from(HOSTILE)

@@ -17,7 +17,7 @@ from xffl.distributed import DistributedState, distributed_state
 from xffl.distributed.agreement.consistency import ranks_text
 from xffl.distributed.distributed_state import create_device_mesh
 from xffl.distributed.groups import Gathering, Making, new_group, watched, without_host_side
-from xffl.distributed.round_groups import make_round_groups
+from xffl.distributed.separate_groups import make_separate_groups
 from xffl.distributed.startup.open_files import FileLimit, SessionFiles
 from xffl.errors import ConfigError, StateError, TopologyError
 from xffl.topology import Topology
@@ -119,7 +119,7 @@ def test_rounds_make_handles_for_the_groups_whose_handles_they_use_in_turn() -> 
         return new_group(ranks, 60.0, name)
 
     with fake_world(8, 4):
-        groups = make_round_groups(create, Topology(8, (4, 4), 2), rank=4, timeout_s=60.0, handles=4)
+        groups = make_separate_groups(create, Topology(8, (4, 4), 2), rank=4, timeout_s=60.0, handles=4)
     assert made == ["xffl_federation", "xffl_replica", "xffl_federated", *["xffl_federated_stream"] * 3]
     assert {kind: len(handles or ()) for kind, handles in groups.items()} == {
         "world": 1,

@@ -201,7 +201,7 @@ class Blockwise(Codec):
             rounded = numbers[: chunk.numel()]
             left = residual[start : start + chunk.numel()] if is_residual_wanted else residual[: chunk.numel()]
             quantize(chunk, scale, block=self.block, levels=self._levels, generator=generator, out=rounded, noise=left)
-            pack(rounded, self.bits, self.block, part, scratch=left)
+            pack_integers(rounded, self.bits, self.block, part, scratch=left)
             if is_residual_wanted:
                 for (rows, column), (lefts, _) in zip(
                     _blocks(rounded, scale, self.block), _blocks(left, scale, self.block), strict=True
@@ -216,7 +216,7 @@ class Blockwise(Codec):
         if out.numel() == 0:
             return
         for chunk, scale, part in self._chunks(out, data):
-            unpack(part, self.bits, self.block, chunk)
+            unpack_integers(part, self.bits, self.block, chunk)
             for rows, column in _blocks(chunk, scale, self.block):
                 rows.mul_(column)
 
@@ -420,7 +420,7 @@ def quantize(
     out.round_()
 
 
-def pack(numbers: torch.Tensor, bits: int, block: int, out: torch.Tensor, scratch: torch.Tensor) -> None:
+def pack_integers(numbers: torch.Tensor, bits: int, block: int, out: torch.Tensor, scratch: torch.Tensor) -> None:
     """Write 8-bit integers as bytes, and pairs of 4-bit integers as one byte.
 
     The second integer of a pair, times 16, is from the block after that of the first. So all memory accesses are
@@ -440,8 +440,8 @@ def pack(numbers: torch.Tensor, bits: int, block: int, out: torch.Tensor, scratc
             data[:, second.shape[1] :].copy_(first[:, second.shape[1] :])
 
 
-def unpack(data: torch.Tensor, bits: int, block: int, out: torch.Tensor) -> None:
-    """Read the result of :func:`pack`."""
+def unpack_integers(data: torch.Tensor, bits: int, block: int, out: torch.Tensor) -> None:
+    """Read the result of :func:`pack_integers`."""
     if bits == 8:
         out.copy_(data.view(torch.int8))
         return

@@ -36,8 +36,8 @@ from xffl.distributed.several_worlds.cross_world import CrossWorldGroup
 from xffl.distributed.startup.stores import serve_store
 from xffl.elastic.answers import Answers, ask_store, knock
 from xffl.elastic.arrivals import Arrivals, may_still_come
+from xffl.elastic.epoch_store import await_ranks, connect_store, delete_keys_of_groups
 from xffl.elastic.lighthouse_client import Lighthouse, Meeting
-from xffl.elastic.rank_meeting import await_ranks, connect_store, delete_groups
 from xffl.elastic.roster import (
     CellRecord,
     Epoch,
@@ -660,7 +660,7 @@ class ElasticFederation:
         earlier = [hosted for hosted in self._hosted if hosted[0] != group]
         # A rank that comes too late for the last one may still write.
         self._hosted = [hosted for hosted in self._hosted if hosted in earlier[-1:] or hosted[0] == group]
-        delete_groups(self._store, earlier, [hosted for hosted in self._hosted if hosted[0] == group])
+        delete_keys_of_groups(self._store, earlier, [hosted for hosted in self._hosted if hosted[0] == group])
 
     def _lost_member(self, epoch: Epoch) -> str:
         """Connect to the stores of all members, and return in words which one is lost.

@@ -18,7 +18,7 @@ from xffl.cluster.hosts import node_address, reachable_address
 from xffl.cluster.launch.child import child_command
 from xffl.cluster.launch.failure import ExitCode
 from xffl.cluster.launch.job_layout import JobLayout
-from xffl.cluster.launch.launch import held_port
+from xffl.cluster.launch.local import held_port
 from xffl.cluster.lighthouse.address import ADDRESS_BYTES, bind_address, read_address
 from xffl.cluster.lighthouse.timeouts import CELL_HEARTBEAT_TIMEOUT_S, CELL_JOIN_TIMEOUT_S
 from xffl.cluster.network import control_address

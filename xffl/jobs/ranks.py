@@ -13,7 +13,7 @@ from pathlib import Path
 
 from xffl.cluster.launch.failure import ExitCode, FailureRecord, RankFailure, record_failure
 from xffl.cluster.launch.job_layout import JobLayout, LaunchOptions
-from xffl.cluster.launch.launch import launch_local
+from xffl.cluster.launch.local import launch_local
 from xffl.cluster.launch.logs import following, make_log_dir
 from xffl.cluster.launch.runner import be_rank
 from xffl.jobs.request import JobRequest, Output

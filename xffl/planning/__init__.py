@@ -14,7 +14,7 @@ from xffl.lazy import lazy_names
 
 if TYPE_CHECKING:
     from xffl.codec_sizes import codec_bytes, codec_ratio
-    from xffl.planning.bench import bench_figure, bench_table
+    from xffl.planning.bench_tables import bench_figure, bench_table
     from xffl.planning.codec_links import codec_limits
     from xffl.planning.figures import topology_figure
     from xffl.planning.forecast import Link, forecast_data_parallel, forecast_round

@@ -18,7 +18,7 @@ import torch
 
 from tests.chaos.inputs.parser import Parser
 from tests.journal_records import BASE, RECORDS, ROUND, RUN
-from xffl.aggregation.federations.hand_over import read_hand_over, write_hand_over
+from xffl.aggregation.federations.catch_up_state import read_catch_up_state, write_catch_up_state
 from xffl.distributed.replicas.plain_values import to_plain
 from xffl.distributed.replicas.replica_transport import NONCE_BYTES, ShardTransport
 from xffl.elastic.lighthouse_client import NotOwnRecord, Register
@@ -122,12 +122,12 @@ def hand_overs(folder: Path) -> list[bytes]:
     """Return what a cell hands over, as the bytes that its text stands for."""
     del folder
     privacy = {"spent": [[0.5, "cell", 3, 2]]}
-    return [base64.b64decode(write_hand_over(AGREED, one)) for one in (privacy, None)]
+    return [base64.b64decode(write_catch_up_state(AGREED, one)) for one in (privacy, None)]
 
 
 def read_handed_over(content: bytes, folder: Path) -> object:
     del folder
-    return read_hand_over(base64.b64encode(content).decode(), 1)
+    return read_catch_up_state(base64.b64encode(content).decode(), 1)
 
 
 def plain_hand_overs(folder: Path) -> list[bytes]:
@@ -153,7 +153,7 @@ def read_plain_hand_over(content: bytes, folder: Path) -> object:
         torch.save(plain, file)
     except RecursionError as error:
         raise ConfigError(str(error)) from error
-    return read_hand_over(base64.b64encode(file.getvalue()).decode(), 1)
+    return read_catch_up_state(base64.b64encode(file.getvalue()).decode(), 1)
 
 
 STATE = {"model": {"w": torch.arange(6.0).view(2, 3)}, "loader": {"step": 3, "seen": [1, 2], "rate": float("inf")}}

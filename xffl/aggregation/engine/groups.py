@@ -24,7 +24,7 @@ from xffl.distributed.agreement.consistency import (
 from xffl.distributed.collectives import Group
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import Create, Groups
-from xffl.distributed.round_groups import make_round_groups
+from xffl.distributed.separate_groups import make_separate_groups
 from xffl.distributed.several_worlds.cross_world import CrossWorldGroup
 from xffl.topology import Topology
 
@@ -162,7 +162,7 @@ def select_groups(
     device, gpu = scope.device, scope.gpu
     if (is_own or gpu is not None) and groups is None:
         create = make_creator(state, made, scope.first)
-        groups = make_round_groups(
+        groups = make_separate_groups(
             create,
             topology=scope.topology,
             rank=scope.rank,

@@ -36,12 +36,12 @@ from xffl.aggregation.engine.planning.tensors import (
     gather_axes,
 )
 from xffl.aggregation.engine.stages.agreed import AgreedModel
-from xffl.aggregation.engine.stages.clip import Clip
 from xffl.aggregation.engine.stages.codecs import Codecs
 from xffl.aggregation.engine.stages.masks import Masks
 from xffl.aggregation.engine.stages.norms import Norms
 from xffl.aggregation.engine.stages.order import in_order
 from xffl.aggregation.engine.stages.privacy import Protection
+from xffl.aggregation.engine.stages.server_clip import ServerClip
 from xffl.aggregation.engine.stages.stage import RoundStage
 from xffl.aggregation.engine.stages.told_weights import ToldWeights
 from xffl.aggregation.engine.stages.whole_models import WholeModels
@@ -367,7 +367,7 @@ def make_exchange(compared: ComparedModels, rounds: Callable[[], int]) -> Exchan
         stages.append(Norms(model, topology))
     if model is not None and options.server is not None and options.server.clip is not None:
         cell, cells = topology.cell_of(rank), topology.cells
-        stages.append(Clip(options.server.clip, model, exchange.memory, cell=cell, cells=cells))
+        stages.append(ServerClip(options.server.clip, model, exchange.memory, cell=cell, cells=cells))
     if model is not None:
         stages.append(AgreedModel(model, exchange.memory, topology, is_encoded=has_codecs))
     exchange.stages = in_order(stages)

@@ -30,9 +30,9 @@ from xffl.aggregation.engine.setup import make_copies
 from xffl.aggregation.engine.several_worlds.compared_at_once import ComparisonAtOnce
 from xffl.aggregation.engine.several_worlds.members_first_round import ComparedCells, MembersFirstRound
 from xffl.aggregation.engine.voting.votes import Seal
-from xffl.aggregation.federations.cell_groups import CellGroups
+from xffl.aggregation.federations.catch_up_state import read_catch_up_state, write_catch_up_state
+from xffl.aggregation.federations.elastic_cell_groups import ElasticCellGroups
 from xffl.aggregation.federations.fixed_tensors import FixedTensors, find_fixed
-from xffl.aggregation.federations.hand_over import read_hand_over, write_hand_over
 from xffl.aggregation.federations.own_ranks import compare_held, compare_options
 from xffl.aggregation.pending import PendingRound
 from xffl.aggregation.report import ElasticRoundReport, RoundReport
@@ -149,7 +149,7 @@ class ElasticAggregator:
         self._options = options
         self.under_way: ElasticRound | None = None
         self._federation = ElasticFederation(state)
-        self._groups = CellGroups(
+        self._groups = ElasticCellGroups(
             model, state, policies=options.get("policies"), extra=options.get("extra"), overlaps=self.overlaps
         )
         self._founder: Aggregator | None = None
@@ -648,9 +648,9 @@ class ElasticAggregator:
         given = ""
         if self._federation.cell == epoch.first:
             accountant = aggregator.accountant
-            given = write_hand_over(model.plain_state(), None if accountant is None else accountant.state_dict())
+            given = write_catch_up_state(model.plain_state(), None if accountant is None else accountant.state_dict())
         texts = all_gather_json(given, torch.device("cpu"), scope.cross_world)
-        told = [read_hand_over(text, epoch.first) for text in texts if text]
+        told = [read_catch_up_state(text, epoch.first) for text in texts if text]
         if not told:
             raise RoundError(f"cell {epoch.first} has handed nothing over; start it again")
         state: dict[str, Any] = {"model": {}, "optimizers": told[0].optimizers}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from xffl.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from xffl.cluster.launch.launch import launch_distributed
+    from xffl.cluster.launch.local import launch_distributed
 
 __all__ = ["launch_distributed"]
 

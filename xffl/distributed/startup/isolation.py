@@ -28,7 +28,7 @@ from xffl.cluster.environment import (
 from xffl.cluster.hosts import reachable_address
 from xffl.cluster.launch.affinity import visible_gpus
 from xffl.cluster.launch.failure import ExitCode
-from xffl.cluster.launch.launch import held_port
+from xffl.cluster.launch.local import held_port
 from xffl.cluster.network import LOOPBACK, control_address, use_interface
 from xffl.cluster.recognition.launchers import torchrun_variables
 from xffl.cluster.sizes import Federation, read_federation

@@ -44,9 +44,9 @@ class ConfiguredJob:
     @property
     def variables(self) -> Mapping[str, str]:
         """What hands the configuration to ranks."""
-        from xffl.training.config.configuration import hand_over
+        from xffl.training.config.configuration import write_resolved
 
-        return {"XFFL_RESOLVED": hand_over(self.file, self.resolved)}
+        return {"XFFL_RESOLVED": write_resolved(self.file, self.resolved)}
 
     @property
     def processes(self) -> int | None:

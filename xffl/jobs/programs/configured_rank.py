@@ -21,11 +21,11 @@ def main() -> None:
     here = os.path.dirname(os.path.realpath(__file__))
     # The modules of this room are not for the trainer's imports.
     sys.path[:] = [folder for folder in sys.path if os.path.realpath(folder or os.curdir) != here]
-    from xffl.training.config.configuration import take_over
+    from xffl.training.config.configuration import read_resolved
     from xffl.training.signals import check_signals
 
     # Whatever else this process starts is another job.
-    trainer, resolved = take_over(os.environ.pop("XFFL_RESOLVED"))
+    trainer, resolved = read_resolved(os.environ.pop("XFFL_RESOLVED"))
     # A trainer may have a configuration of its own, and listen to nothing.
     names = getattr(getattr(resolved.config, "experiment", None), "preempt_signals", ())
     heard = KEPT.intersection(check_signals(names))

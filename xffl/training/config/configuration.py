@@ -49,7 +49,6 @@ __all__ = [
     "ask_for_cells",
     "choose_federation",
     "config_class",
-    "hand_over",
     "help_text",
     "job_trainer",
     "main",
@@ -57,9 +56,10 @@ __all__ = [
     "read_configuration",
     "read_job",
     "read_job_with",
+    "read_resolved",
     "read_words",
-    "take_over",
     "with_settings",
+    "write_resolved",
 ]
 
 T = TypeVar("T")
@@ -242,8 +242,8 @@ def job_trainer(file: str, words: Sequence[str] = (), environ: Mapping[str, str]
     return _find_trainer(*given[-1], os.path.dirname(os.path.abspath(file)))
 
 
-def hand_over(file: str, resolved: Resolved[Any]) -> str:
-    """Return a configuration as one word for :func:`take_over`: what the sources said, not the objects made of it.
+def write_resolved(file: str, resolved: Resolved[Any]) -> str:
+    """Return a configuration as one word for :func:`read_resolved`: what the sources said, not the objects made of it.
 
     So a callback need not keep its arguments.
     """
@@ -258,8 +258,8 @@ def hand_over(file: str, resolved: Resolved[Any]) -> str:
     return word
 
 
-def take_over(word: str) -> tuple[type, Resolved[Any]]:
-    """Return a trainer's class and its configuration from what :func:`hand_over` wrote; no source is read again."""
+def read_resolved(word: str) -> tuple[type, Resolved[Any]]:
+    """Return the trainer's class and the configuration that :func:`write_resolved` wrote; no source is read again."""
     folder, name, given, origins = parse_yaml(zlib.decompress(base64.b64decode(word)), limit=_LONGEST_TEXT)
     trainer = _find_trainer(name, origins["trainer"], folder)
     settings = _settings_of(config_class(trainer))

@@ -8,7 +8,7 @@ from xffl.aggregation.engine.groups import make_creator
 from xffl.distributed.agreement.consistency import control_device
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import ON_GPUS, Groups, make_groups, new_group
-from xffl.distributed.round_groups import make_round_groups
+from xffl.distributed.separate_groups import make_separate_groups
 
 __all__ = ["make_cell_groups"]
 
@@ -30,7 +30,7 @@ def make_cell_groups(state: DistributedState, made: list[dist.ProcessGroup], *, 
 
         return make_groups(create, topology=topology, rank=rank, kinds=("federation", "replica"), handles=1)
     if overlaps:
-        groups = make_round_groups(
+        groups = make_separate_groups(
             make_creator(state, made, 0), topology=topology, rank=rank, timeout_s=timeout_s, handles=state.handle_count
         )
         made += groups["world"] or ()

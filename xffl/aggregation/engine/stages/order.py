@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from xffl.aggregation.engine.stages.agreed import AgreedModel
-from xffl.aggregation.engine.stages.clip import Clip
 from xffl.aggregation.engine.stages.codecs import Codecs
 from xffl.aggregation.engine.stages.first_round import FirstRound
 from xffl.aggregation.engine.stages.masks import Masks
 from xffl.aggregation.engine.stages.norms import Norms
 from xffl.aggregation.engine.stages.privacy import Protection
+from xffl.aggregation.engine.stages.server_clip import ServerClip
 from xffl.aggregation.engine.stages.stage import PlanStage, RoundStage, WeighedStage
 from xffl.aggregation.engine.stages.told_weights import ToldWeights
 
@@ -32,7 +32,7 @@ ORDER: tuple[type[RoundStage], ...] = (
     Masks,
     Protection,
     Norms,
-    Clip,
+    ServerClip,
     AgreedModel,
 )
 """The kinds of stages, as a round goes through them."""

@@ -22,10 +22,10 @@ from xffl.aggregation.engine.planning.transfers import RoundContext
 from xffl.aggregation.engine.stages.stage import RoundStage
 from xffl.aggregation.engine.voting.votes import RoundStatus
 
-__all__ = ["Clip"]
+__all__ = ["ServerClip"]
 
 
-class Clip(RoundStage):
+class ServerClip(RoundStage):
     """Scales the server's step down where the pseudo-gradient is longer than ``limit``."""
 
     weighs_result = True

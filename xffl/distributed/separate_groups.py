@@ -5,10 +5,10 @@ from __future__ import annotations
 from xffl.distributed.groups import IN_TURN, Create, Groups, make_groups, new_group
 from xffl.topology import Topology
 
-__all__ = ["make_round_groups"]
+__all__ = ["make_separate_groups"]
 
 
-def make_round_groups(
+def make_separate_groups(
     create: Create,
     topology: Topology,
     rank: int,

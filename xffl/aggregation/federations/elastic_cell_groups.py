@@ -5,7 +5,7 @@ break on some ranks of a cell before a group was made and on others after, and t
 of groups, by which torch tells groups apart.
 
 Over NCCL a try that broke may have left messages that some ranks of the cell have given to a group and others not. The
-next round would take them for its own, so the cell then makes other groups (:meth:`CellGroups.renew`).
+next round would take them for its own, so the cell then makes other groups (:meth:`ElasticCellGroups.renew`).
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import Groups, destroy_group
 from xffl.errors import ConfigError
 
-__all__ = ["CellGroups"]
+__all__ = ["ElasticCellGroups"]
 
 
-class CellGroups:
+class ElasticCellGroups:
     """The groups inside a cell that is a world of its own; collective over the cell.
 
     :param model: The model that trains.

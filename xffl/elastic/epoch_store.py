@@ -14,7 +14,7 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from xffl.elastic.answers import knock
 
-__all__ = ["await_ranks", "connect_store", "delete_groups", "keys_of_group"]
+__all__ = ["await_ranks", "connect_store", "delete_keys_of_groups", "keys_of_group"]
 
 HERE_KEY = "here"
 """How many ranks have come."""
@@ -41,7 +41,7 @@ def keys_of_group(group: str, size: int) -> list[str]:
     return [f"{group}/{key}" for key in (HERE_KEY, LOST_KEY, *addresses)]
 
 
-def delete_groups(store: TCPStore, earlier: Sequence[tuple[str, int]], kept: Sequence[tuple[str, int]]) -> None:
+def delete_keys_of_groups(store: TCPStore, earlier: Sequence[tuple[str, int]], kept: Sequence[tuple[str, int]]) -> None:
     """Delete what the ranks of earlier groups have left at a store, where this process serves it.
 
     Beside their own keys these are the notes of ranks that have waited for long, whose names nobody else knows: the

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from xffl.aggregation.federations.hand_over import LONGEST, read_hand_over, write_hand_over
+from xffl.aggregation.federations.catch_up_state import LONGEST, read_catch_up_state, write_catch_up_state
 from xffl.errors import RoundError
 
 OWN: dict[str, Any] = {
@@ -34,14 +34,14 @@ def changed(*path: Any, value: Any) -> str:
     for name in path[:-1]:
         place = place[name]
     place[path[-1]] = value
-    return write_hand_over(agreed, None)
+    return write_catch_up_state(agreed, None)
 
 
 def test_what_was_written_is_read() -> None:
     privacy = {"spent": [[0.5, "cell", 3, 2]]}
-    told = read_hand_over(write_hand_over({"model": {}, **OWN}, privacy), 1)
+    told = read_catch_up_state(write_catch_up_state({"model": {}, **OWN}, privacy), 1)
     assert told.optimizers == OWN["optimizers"] and told.privacy == privacy
-    assert read_hand_over(write_hand_over(OWN, None), 1).privacy is None
+    assert read_catch_up_state(write_catch_up_state(OWN, None), 1).privacy is None
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_what_was_written_is_read() -> None:
 )
 def test_a_value_that_does_not_go_with_the_own_ones_is_named(path: tuple[Any, ...], value: Any, told: str) -> None:
     with pytest.raises(RoundError, match=f"{told}"):
-        read_hand_over(changed(*path, value=value), 1)
+        read_catch_up_state(changed(*path, value=value), 1)
 
 
 def test_a_text_that_is_none_runs_nothing(tmp_path: Path) -> None:
@@ -70,8 +70,8 @@ def test_a_text_that_is_none_runs_nothing(tmp_path: Path) -> None:
     torch.save({"agreed": Hostile()}, file)
     for data in (pickle.dumps(Hostile()), file.getvalue(), b"", b"PK\3\4"):
         with pytest.raises(RoundError, match="^what cell 1 hands over cannot be read"):
-            read_hand_over(base64.b64encode(data).decode(), 1)
+            read_catch_up_state(base64.b64encode(data).decode(), 1)
     assert not touched.exists()
     for text in (None, 3, "x" * (LONGEST + 1)):
         with pytest.raises(RoundError, match="^what cell 1 hands over is .*, and no text of at most"):
-            read_hand_over(text, 1)
+            read_catch_up_state(text, 1)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from tests.ports import free_port
-from xffl.elastic.rank_meeting import await_ranks, connect_store, delete_groups, keys_of_group
+from xffl.elastic.epoch_store import await_ranks, connect_store, delete_keys_of_groups, keys_of_group
 
 
 def meet(names: list[str], size: int, *, within_s: float, find_lost: Callable[[], str] | None = None) -> dict[str, str]:
@@ -92,6 +92,6 @@ def test_notes_of_ranks_that_have_waited_go_with_their_group() -> None:
     for number in range(9):
         for key in (f"7.{number}/2/here", f"7.{number}/2/xffl_waits/all/count/a call", f"7.{number}/2/1/0", *stays):
             server.set(key, "")
-        delete_groups(server, [(f"7.{number}/2", 2)], [("8.2/3", 3)])
+        delete_keys_of_groups(server, [(f"7.{number}/2", 2)], [("8.2/3", 3)])
     keys = {*server.list_keys()}
     assert stays <= keys and len(keys) < 10  # and not two more for each group

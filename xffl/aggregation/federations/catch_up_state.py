@@ -20,7 +20,7 @@ from xffl.checks import shown
 from xffl.errors import RoundError
 from xffl.reading import Fields
 
-__all__ = ["HandOver", "read_hand_over", "write_hand_over"]
+__all__ = ["CatchUpState", "read_catch_up_state", "write_catch_up_state"]
 
 LONGEST = 1 << 26
 """Characters of the text, at most."""
@@ -28,7 +28,7 @@ _MOST_SPENT = 10_000
 
 
 @dataclass(frozen=True)
-class HandOver:
+class CatchUpState:
     """What a rank has handed over."""
 
     optimizers: dict[int, dict[str, Any]]
@@ -37,15 +37,15 @@ class HandOver:
     """What privacy has cost, where the run has any."""
 
 
-def write_hand_over(agreed: Mapping[str, Any], privacy: Mapping[str, Any] | None) -> str:
+def write_catch_up_state(agreed: Mapping[str, Any], privacy: Mapping[str, Any] | None) -> str:
     """Return as a text what :meth:`GlobalModel.plain_state` has returned, and what privacy has cost."""
     file = io.BytesIO()
     torch.save({"agreed": dict(agreed), "privacy": None if privacy is None else dict(privacy)}, file)
     return base64.b64encode(file.getvalue()).decode()
 
 
-def read_hand_over(text: object, cell: int) -> HandOver:
-    """Return what :func:`write_hand_over` has made a text of.
+def read_catch_up_state(text: object, cell: int) -> CatchUpState:
+    """Return what :func:`write_catch_up_state` has made a text of.
 
     :param text: What has come.
     :param cell: Who has sent it.
@@ -68,7 +68,7 @@ def read_hand_over(text: object, cell: int) -> HandOver:
         part: read_saved_server(Fields(one, f"fragment {part} in {what}", error=RoundError)).plain
         for part, one in optimizers.items()
     }
-    return HandOver(read, None if plain.get("privacy") is None else _read_privacy(told.mapping("privacy")))
+    return CatchUpState(read, None if plain.get("privacy") is None else _read_privacy(told.mapping("privacy")))
 
 
 def _read_privacy(told: Fields) -> dict[str, Any]:
