@@ -12,8 +12,6 @@ from xffl import __version__
 from xffl.topology import Topology
 
 __all__ = [
-    "BALLOT_LENGTH_BYTES",
-    "BALLOT_ROOM_BYTES",
     "EXCHANGE_FORMAT",
     "EXPORT_FORMAT",
     "FORMS",
@@ -25,15 +23,12 @@ __all__ = [
     "TINY",
     "TINY_FOR_TWO",
     "VotePeers",
-    "ballot_head_bytes",
     "form_of",
     "format_refusal",
     "neighbours_of_barrier",
     "own_format",
     "peers_in_votes",
     "pipeline_depth",
-    "ranks_below",
-    "vote_message_bytes",
 ]
 
 FORMS = ("auto", "all_gather", "two_hop")
@@ -59,15 +54,6 @@ STATUS_BYTES = 192
 
 MOST_IN_TABLES = 64
 """Ranks up to which a vote has a row for each: more of them would say mostly the same in them."""
-
-BALLOT_LENGTH_BYTES = 8
-"""What stands before the statuses of a message of a vote: how many bytes they are."""
-
-_WORD_BYTES = 4 * (STATUS_BYTES // 8)
-"""What stands before the words of statuses: how many runs of equal ones there are of each."""
-
-BALLOT_ROOM_BYTES = 1024
-"""For how many bytes the first message of a vote to a rank has room, beside one status and what describes it."""
 
 EXCHANGE_FORMAT = 6
 """Number of the format of all that cells of a network give each other: votes, values, records of elastic cells.
@@ -153,33 +139,3 @@ def peers_in_votes(topology: Topology, rank: int) -> VotePeers:
     if place:
         return VotePeers(below, start + (place - 1) // 2, ())
     return VotePeers(below, None, topology.offsets[:cell] + topology.offsets[cell + 1 : -1])
-
-
-def ranks_below(place: int, size: int) -> int:
-    """Return how many ranks of a cell vote through one: itself, and those below it in the cell's binary tree; pure.
-
-    :param place: The rank, as the cell counts.
-    :param size: The cell's ranks.
-    :return: How many.
-    """
-    ranks = 0
-    low = high = place
-    while low < size:
-        ranks += min(high, size - 1) - low + 1
-        low, high = 2 * low + 1, 2 * high + 2
-    return ranks
-
-
-def ballot_head_bytes(ranks: int) -> int:
-    """Return the bytes of the first message that tells a vote's statuses of so many ranks to another one; pure.
-
-    There is no second message, unless ranks of a cell tell unlike numbers in more than these bytes. See
-    :class:`xffl.aggregation.engine.voting.ballots.Ballots`.
-    """
-    most = _WORD_BYTES + STATUS_BYTES * ranks
-    return BALLOT_LENGTH_BYTES + min(most, _WORD_BYTES + STATUS_BYTES + BALLOT_ROOM_BYTES)
-
-
-def vote_message_bytes(ranks: int, world_size: int) -> int:
-    """Return the bytes of a vote's message that tells the statuses of ``ranks`` ranks of a world; pure."""
-    return STATUS_BYTES * ranks if world_size <= MOST_IN_TABLES else ballot_head_bytes(ranks)

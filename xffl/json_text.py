@@ -9,32 +9,26 @@ the text; the caller knows the file and the remedy. :class:`xffl.reading.Fields`
 from __future__ import annotations
 
 import json
-import math
 import re
-from typing import Any, NoReturn
+from typing import Any
 
-from xffl import checks
+from xffl.text_limits import (
+    DEPTH_LIMIT,
+    DIGIT_LIMIT,
+    check_depth,
+    finite_float,
+    has_surrogate,
+    number_of_digits,
+    refuse_constant,
+    unique_names,
+)
 
-__all__ = [
-    "DEPTH_LIMIT",
-    "DIGIT_LIMIT",
-    "JSON_LIMIT",
-    "check_depth",
-    "has_surrogate",
-    "number_of_digits",
-    "parse_json",
-]
+__all__ = ["JSON_LIMIT", "parse_json"]
 
 JSON_LIMIT = 2**28
 """The most characters of a JSON text"""
-DEPTH_LIMIT = 64
-"""How deep lists and mappings may be nested; Python's own functions of nested values recurse"""
-DIGIT_LIMIT = 300
-"""The most digits of an integer, so that each is a float, too"""
-
 _MANY_DIGITS = re.compile(f"[0-9]{{{DIGIT_LIMIT + 1}}}")
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
-_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def parse_json(text: str | bytes, *, limit: int = JSON_LIMIT, depth: int = DEPTH_LIMIT, is_finite: bool = False) -> Any:
@@ -61,62 +55,12 @@ def parse_json(text: str | bytes, *, limit: int = JSON_LIMIT, depth: int = DEPTH
     return value
 
 
-def number_of_digits(text: str) -> int:
-    """Return the integer that decimal digits write, or raise ValueError where they are more than ``DIGIT_LIMIT``."""
-    if len(text) > DIGIT_LIMIT:
-        raise ValueError(f"it holds a number of {len(text)} digits; at most {DIGIT_LIMIT} are read")
-    return int(text)
-
-
-def has_surrogate(text: str) -> bool:
-    """Say whether a text holds half of a surrogate pair, so that it cannot be written as UTF-8."""
-    return _SURROGATE.search(text) is not None
-
-
-def check_depth(value: Any, depth: int = DEPTH_LIMIT) -> None:
-    """Raise ValueError where lists and mappings are nested deeper, without recursion."""
-    level = [value]
-    for _ in range(depth + 1):
-        below: list[Any] = []
-        for one in level:
-            if isinstance(one, dict):
-                below.extend(one.values())
-            elif isinstance(one, list):
-                below.extend(one)
-        if not below:
-            return
-        level = below
-    raise ValueError(f"its values are nested more than {depth} deep")
-
-
-def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        seen: set[str] = set()
-        for name, _ in pairs:
-            if name in seen:
-                raise ValueError(f"{checks.shown(name)} is given twice in one object")
-            seen.add(name)
-    return found
-
-
-def _finite_float(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"the number {text[:40]} is beyond the range of a float")
-    return value
-
-
-def _refuse_constant(text: str) -> NoReturn:
-    raise ValueError(f"it holds {text}, which is no number of JSON")
-
-
-_PLAIN = json.JSONDecoder(object_pairs_hook=_unique_names)
+_PLAIN = json.JSONDecoder(object_pairs_hook=unique_names)
 """For most texts: a call for each number would take longer than all else"""
-_CAREFUL = json.JSONDecoder(object_pairs_hook=_unique_names, parse_int=number_of_digits)
+_CAREFUL = json.JSONDecoder(object_pairs_hook=unique_names, parse_int=number_of_digits)
 _STRICT = json.JSONDecoder(
-    object_pairs_hook=_unique_names,
+    object_pairs_hook=unique_names,
     parse_int=number_of_digits,
-    parse_float=_finite_float,
-    parse_constant=_refuse_constant,
+    parse_float=finite_float,
+    parse_constant=refuse_constant,
 )

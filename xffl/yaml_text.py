@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from xffl.json_text import DEPTH_LIMIT, has_surrogate, number_of_digits
+from xffl.text_limits import DEPTH_LIMIT, has_surrogate, number_of_digits
 
 __all__ = ["YAML_LIMIT", "compose_yaml", "flattened", "parse_yaml", "write_yaml"]
 

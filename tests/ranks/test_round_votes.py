@@ -21,7 +21,7 @@ from tests.ports import free_port
 from tests.ranks.test_round import digests, make_state
 from tests.rounds import aggregator_of
 from tests.worlds import WorldError, run_world
-from xffl import costs
+from xffl import ballot_sizes
 from xffl.aggregation.engine import buffers as looks
 from xffl.aggregation.engine import cell, transport
 from xffl.aggregation.engine.decision.consensus import AgreedRound, RoundBroken, RoundInput
@@ -350,7 +350,7 @@ def everybody(rank: int, world_size: int) -> None:
             assert votes.gather(statuses[rank], None, math.inf) == statuses
             ballots = BallotTree(topology, rank, 0, torch.device("cpu"))
             for room in (1024, 0):  # with 0 what the head has no room for comes in a second message
-                with mock.patch.object(costs, "BALLOT_ROOM_BYTES", room):
+                with mock.patch.object(ballot_sizes, "BALLOT_ROOM_BYTES", room):
                     assert ballots.gather(statuses[rank], None, math.inf) == statuses
 
 

@@ -17,7 +17,7 @@ from tests.ranks.test_round import digests, make_state
 from tests.worlds import run_world
 from xffl.aggregation.algorithms.every_steps import Schedule
 from xffl.aggregation.algorithms.schedules import Balanced, EverySeconds, PerCell
-from xffl.aggregation.steps import contributions as pace
+from xffl.aggregation.rounds import offer as pace
 
 
 def counted(rank: int, world_size: int, sizes: tuple[int, ...], hsdp: int | None, delay: int) -> list[Any]:

@@ -15,7 +15,7 @@ from xffl.cluster.launch.ssh import shared_environment
 from xffl.cluster.recognition.claims import Claim
 from xffl.cluster.recognition.find import find_launcher, launcher_of
 from xffl.cluster.recognition.launchers import LAUNCHERS, launcher_variables
-from xffl.cluster.recognition.placement import Place, number_nodes, place_ranks
+from xffl.cluster.recognition.placement import Place, number_nodes, place_ranks, read_claim
 from xffl.cluster.recognition.refusals import told_rank
 from xffl.errors import ConfigError, LaunchError
 
@@ -358,10 +358,10 @@ def test_thousands_of_wrong_claims_make_a_short_message() -> None:
 
 def test_claims_travel_as_text() -> None:
     mine = claim(1, 0, node_rank=3)
-    assert Claim.from_text(mine.to_text().encode()) == mine
+    assert read_claim(mine.to_text().encode()) == mine
     for text in ("", "[]", "{}", '{"rank": true}', "[" * 9999, mine.to_text().replace("1", "9" * 99), b"\xff"):
         with pytest.raises(LaunchError, match="claims"):
-            Claim.from_text(text)
+            read_claim(text)
 
 
 @pytest.mark.parametrize(

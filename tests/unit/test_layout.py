@@ -27,7 +27,7 @@ from xffl.aggregation.engine.planning.plan import plan_groups, plan_transfers
 from xffl.aggregation.engine.planning.tensors import Division, Manifest, canonical_axis
 from xffl.aggregation.engine.planning.transfers import GroupTransfer
 from xffl.aggregation.report import RoundProfile
-from xffl.aggregation.steps.contributions import ContributionTracker, Snapshot
+from xffl.aggregation.rounds.offer import ContributionTracker, Snapshot
 from xffl.compat.pytorch import memory_of
 from xffl.errors import ConfigError
 from xffl.topology import Topology

@@ -19,7 +19,7 @@ from xffl.aggregation.arithmetic import combined, weighted_mean
 from xffl.aggregation.engine.streams import GpuProfile, StreamWork
 from xffl.aggregation.engine.transport import Progress
 from xffl.aggregation.pending import Background
-from xffl.aggregation.steps.contributions import StepTimer
+from xffl.aggregation.rounds.offer import StepTimer
 from xffl.cluster.environment import detect_environment
 from xffl.cluster.network import Timeouts
 from xffl.distributed import session

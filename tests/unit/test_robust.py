@@ -23,8 +23,8 @@ from xffl.aggregation.algorithms.combiners import (
 )
 from xffl.aggregation.algorithms.robust import CoordinateMedian, GeometricMedian, Krum, MultiKrum, TrimmedMean
 from xffl.aggregation.algorithms.scaled_means import NormalizedMean, NormClipping
-from xffl.aggregation.engine.exchange import weigh_cells
 from xffl.aggregation.engine.planning.transfers import RoundContext
+from xffl.aggregation.engine.stages.weighing import weigh_cells
 from xffl.errors import ConfigError, RoundError
 
 Floats = npt.NDArray[np.float64]

@@ -30,10 +30,10 @@ from xffl.aggregation.rounds.offer import (
     Part,
     RoundOffer,
     Skipped,
+    Snapshot,
     StepLedger,
     outcome_of,
 )
-from xffl.aggregation.steps.contributions import Snapshot
 from xffl.errors import ConfigError, MeetingLeft, RoundError, StateError
 from xffl.training import trainer
 

@@ -26,8 +26,8 @@ from xffl.aggregation.rounds.former_attributes import FormerAttribute
 from xffl.aggregation.rounds.hooks import NO_HOOKS, LoopHooks, check_hooks
 from xffl.aggregation.rounds.offer import Averaged, FinalOffer, Outcome, RoundOffer, StepLedger
 from xffl.aggregation.rounds.uncounted import CountingCheck
+from xffl.aggregation.steps.backward_steps import backward_error
 from xffl.aggregation.steps.client_steps import ClientSteps, MomentumSteps
-from xffl.aggregation.steps.contributions import backward_error
 from xffl.aggregation.steps.nested_steps import outermost
 from xffl.aggregation.steps.stale_gradients import StaleGradients
 from xffl.aggregation.steps.step_observers import StepObserver, are_plain, may_be_wrapped, needs_following

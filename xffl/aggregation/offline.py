@@ -31,8 +31,8 @@ from xffl.aggregation.algorithms.server_optimizer import (
 )
 from xffl.aggregation.arithmetic import combined, weighted_mean, wide_type
 from xffl.aggregation.engine.buffers import sum_of_squares
-from xffl.aggregation.engine.exchange import weigh_cells
 from xffl.aggregation.engine.planning.transfers import RoundContext
+from xffl.aggregation.engine.stages.weighing import weigh_cells
 from xffl.aggregation.exports import (
     CELL_FOLDER,
     PART,

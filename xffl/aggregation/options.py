@@ -59,6 +59,11 @@ class Options:
         return ", ".join(f"{one.name}={_text(getattr(self, one.name))}" for one in fields(self))
 
     @property
+    def is_mean(self) -> bool:
+        """Whether rounds take the plain mean, which is one of any number of cells."""
+        return type(self.combiner) is Mean
+
+    @property
     def has_norms(self) -> bool:
         """Whether each cell measures its update."""
         return self.norms or self.combiner.needs_norms
@@ -122,7 +127,7 @@ class Options:
             raise ConfigError(
                 "overlap=True needs atomic=True: the model trains on while its mean is collected beside it"
             )
-        if type(self.combiner) is not Mean or self.needs_agreed or self.secure is not None:
+        if not self.is_mean or self.needs_agreed or self.secure is not None:
             from xffl.aggregation.algorithms.combinations import check_features
 
             check_features(self, _text(self.combiner))

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-__all__ = ["AxisName", "fresh_group_name", "fresh_name", "fresh_names"]
+__all__ = ["fresh_group_name", "fresh_name", "fresh_names"]
 
 _groups_made: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 """How many groups this process has named in each world, and how many votes in smaller groups: lives as long as these"""
@@ -50,43 +50,6 @@ def fresh_name(ranks: Sequence[int], among: dist.ProcessGroup | None = None) -> 
     return hashlib.sha1(f"xffl {number} {list(ranks)}".encode(), usedforsecurity=False).hexdigest()
 
 
-class AxisName(str):
-    """The name of a mesh's dimension from the second generation of meshes on: ``dp_shard``, equal to ``dp_shard_2``.
-
-    It is needed where torch 2.13 would take two meshes for one (:func:`fresh_names`; see there, and
-    https://github.com/pytorch/pytorch/blob/v2.11.0/torch/distributed/device_mesh.py).
-
-    Users see the documented name. torch compares names, so that two meshes of the same ranks are not the same mesh; a
-    copy, also one from a file, is a plain text with the number of the generation, and equals the name it was made of.
-    """
-
-    generation: int
-
-    def __new__(cls, text: str, generation: int) -> AxisName:
-        """Make the name of a dimension of one generation of meshes."""
-        name = super().__new__(cls, text)
-        name.generation = generation
-        return name
-
-    def __eq__(self, other: object) -> bool:
-        return self._numbered() == (other._numbered() if isinstance(other, AxisName) else other)
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
-    def __hash__(self) -> int:
-        return hash(self._numbered())
-
-    def __str__(self) -> str:
-        return "".join(self)  # a plain text
-
-    def __reduce__(self) -> tuple[type[str], tuple[str]]:
-        return str, (self._numbered(),)
-
-    def _numbered(self) -> str:
-        return f"{self!s}_{self.generation}"
-
-
 def fresh_names(*key: object) -> Callable[[str], str]:
     """Return what makes the names of a mesh's dimensions, unequal to those that this process has used before; local.
 
@@ -98,4 +61,8 @@ def fresh_names(*key: object) -> Callable[[str], str]:
     """
     _meshes_made[key] += 1
     generation = _meshes_made[key]
-    return str if generation == 1 else partial(AxisName, generation=generation)
+    if generation == 1:
+        return str
+    from xffl.compat.dtensor import AxisName
+
+    return partial(AxisName, generation=generation)

@@ -163,11 +163,10 @@ def connect_ranks(
 
     def connect() -> dist.ProcessGroup:
         group = make()
-        # A rank that is lost from here on is noticed as fast as in a mesh: no collective connects first.
-        if form is Form.LAZY and has_messages:
-            _connect_all_pairs(group)
-        elif form is Form.LAZY:
-            dist.barrier(group)
+        if form is Form.LAZY:
+            from xffl.distributed.lazy_connections import open_connections
+
+            open_connections(group, has_messages=has_messages)
         return group
 
     with connect_as(form):
@@ -268,22 +267,6 @@ class Making(Generic[Made]):
         if isinstance(outcome, tuple) and outcome[0] is not None:
             with suppress(RuntimeError, ValueError):  # its world has gone
                 dist.destroy_process_group(outcome[0])
-
-
-_TAG = 7_002
-"""Tells the messages that connect pairs from those of votes and of callers."""
-
-
-def _connect_all_pairs(group: dist.ProcessGroup) -> None:
-    """Connect all ranks of a group over gloo that connects lazily; collective over the group."""
-    rank = group.rank()
-    values = torch.zeros(1, dtype=torch.uint8)
-    # In this order on all ranks the first pair that is not connected yet is always next for both of its ranks.
-    for peer in range(group.size()):
-        if peer < rank:
-            group.recv([values], peer, _TAG).wait()
-        elif peer > rank:
-            group.send([values], peer, _TAG).wait()
 
 
 def cell_mesh(topology: Topology, rank: int, groups: Groups, device_type: str) -> DeviceMesh:

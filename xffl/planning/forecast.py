@@ -17,8 +17,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from xffl.ballot_sizes import vote_message_bytes
 from xffl.checks import integer, number, one_of
-from xffl.costs import FORMS, IN_FLIGHT, MOST_IN_TABLES, form_of, pipeline_depth, vote_message_bytes
+from xffl.costs import FORMS, IN_FLIGHT, MOST_IN_TABLES, form_of, pipeline_depth
 from xffl.errors import ConfigError
 from xffl.topology import Topology
 

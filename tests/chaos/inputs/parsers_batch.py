@@ -12,7 +12,7 @@ from xffl.cluster.environment import detect_environment
 from xffl.cluster.launch.job_layout import fit_hosts
 from xffl.cluster.recognition.claims import Claim
 from xffl.cluster.recognition.launchers import LAUNCHERS
-from xffl.cluster.recognition.placement import place_ranks
+from xffl.cluster.recognition.placement import place_ranks, read_claim
 
 LISTS = (
     b"LSB_JOBID=7\nLSB_MCPU_HOSTS=a 4 b 4\n",
@@ -43,7 +43,7 @@ def read_job(environ: dict[str, str]) -> None:
 
 
 def read_claims(content: bytes, folder: Path) -> None:
-    claims = [Claim.from_text(content), Claim(1, 1, 2, "a", 0, 1, 2)]
+    claims = [read_claim(content), Claim(1, 1, 2, "a", 0, 1, 2)]
     place_ranks(claims, 2)
 
 

@@ -28,7 +28,8 @@ of the aggregator's rounds, or a way over the buckets of its own (``exchange.Way
 plain round has neither, and goes through none of these files:
 
 - ``stages``: the first round's comparison, codecs, masks, privacy, norms, moments of optimizers, weights of single
-  tensors, the step of the global model; combiners that compare whole models; the model of one cell handed over to all.
+  tensors, the step of the global model; combiners that are no plain mean, some of which compare whole models; the
+  model of one cell handed over to all.
 - ``alike.unequal_replicas``: which ranks of a cell differ, where a first round finds that some do.
 - ``alike.rank_differences``: what is told where ranks have unequal models, or compute unequal values.
 - ``several_worlds.compared_at_once``: what ranks of new groups, between cells that are worlds of their own,
@@ -39,6 +40,7 @@ plain round has neither, and goes through none of these files:
 - ``alike.equal_cells``: the comparison of cells that have to start from, or go on with, the same values.
 - ``planning.lone_coverage``: ``planning.coverage`` where a job is a single cell.
 - ``planning.ddp_parameters``: whose gradients DistributedDataParallel reduces.
+- ``planning.changed_tensors``: what is wrong with a model that has other tensors than when rounds were planned.
 - ``planning.shared_memory``: tensors that share memory, where rounds read it late.
 - ``planning.mesh_cut``: how cells cut a tensor that a mesh inside them shards.
 - ``planning.replica_tensors``: what the ranks of a replica hold that a mesh cuts inside the cells.

@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from xffl.aggregation.algorithms.combiners import CellStats, Combiner, WeightedCombiner
 from xffl.aggregation.engine.arena import Arena
 from xffl.aggregation.engine.buffers import (
     BucketMemory,
@@ -55,7 +54,6 @@ from xffl.aggregation.engine.transport import CrossCellTransport, Crossing, Exac
 from xffl.aggregation.engine.voting.votes import RoundStatus
 from xffl.aggregation.report import RoundProfile
 from xffl.distributed.collectives import broadcast
-from xffl.errors import RoundError
 
 if TYPE_CHECKING:
     from xffl.aggregation.engine.stages.stage import RoundStage
@@ -73,7 +71,6 @@ __all__ = [
     "interleave",
     "share_in_cell",
     "staging_bytes",
-    "weigh_cells",
 ]
 
 
@@ -146,10 +143,9 @@ class Exchange:
 
     def check(self, context: RoundContext) -> None:
         """Raise where these cells cannot be combined as was asked; pure, the same on all ranks."""
-        self.way.combiner.check(len(context.cells))
+        self.way.check(context)
         for stage in self.stages:
             stage.check(context)
-        self.way.check(context)
 
     def own_values(self, *, with_buffers: bool = False) -> Iterator[tuple[int, int, torch.Tensor]]:
         """Yield what training changes of the model that this rank sends: tensor, first element, values; local.
@@ -641,21 +637,21 @@ class ExchangeWalk(Walk):
 
 
 class Way:
-    """How the values of a round get to all ranks; this one combines them bucket by bucket, in one walk."""
-
-    def __init__(self, combiner: Combiner) -> None:
-        self.combiner = combiner
+    """How the values of a round get to all ranks; this one takes their mean bucket by bucket, in one walk."""
 
     def check(self, context: RoundContext) -> None:
-        """Raise where these cells cannot be combined; pure, the same on all ranks."""
-        weigh_cells(context, self.combiner)
+        """Raise where these cells cannot be combined; pure, the same on all ranks. A mean can be of any."""
+
+    def weigh(self, context: RoundContext) -> RoundContext:
+        """Return the context with what each contributing cell counts for: its weight; pure, the same on all ranks."""
+        return replace(context, counts=context.weights)
 
     def reserve(self, transfers: Sequence[GroupTransfer]) -> None:
         """Make the buffers that only this way needs; local."""
 
     def exchange(self, run: RoundRun, context: RoundContext) -> RoundContext:
         """Walk over the buckets; return what the cells counted for. Collective over the world."""
-        context = weigh_cells(context, self.combiner)
+        context = self.weigh(context)
         for stage in run.stages:
             context = stage.weighed(run, context)
         for stage in run.stages:
@@ -683,28 +679,3 @@ def interleave(buckets: Iterable[Iterator[int]]) -> None:
             pause = next(bucket, None)
             if pause is not None:
                 due.setdefault(tick + pause, []).append((number, bucket))
-
-
-def weigh_cells(
-    context: RoundContext, combiner: Combiner, distances: Sequence[Sequence[float]] | None = None
-) -> RoundContext:
-    """Return the context with what the combiner lets each contributing cell count for; pure, the same on all ranks."""
-    cells = context.cells
-    if not isinstance(combiner, WeightedCombiner):
-        return replace(context, counts=tuple(float(cell in cells) for cell in range(len(context.weights))))
-    seen = CellStats(
-        weights=tuple(context.weights[cell] for cell in cells),
-        steps=tuple(context.steps[cell] for cell in cells),
-        norms=None if context.norms is None else tuple(context.norms[cell] for cell in cells),
-        distances=None if distances is None else tuple(tuple(distances[c][d] for d in cells) for c in cells),
-    )
-    result = combiner.weigh(seen)
-    if len(result.weights) != len(cells):
-        raise RoundError(
-            f"{type(combiner).__name__}.weigh returned {len(result.weights)} weights for {len(cells)} cells; return "
-            "one for each"
-        )
-    counts = [0.0] * len(context.weights)
-    for cell, weight in zip(cells, result.weights, strict=True):
-        counts[cell] = weight
-    return replace(context, counts=tuple(counts), scale=result.scale)

@@ -43,7 +43,7 @@ from xffl.aggregation.engine.stages.order import in_order
 from xffl.aggregation.engine.stages.privacy import Protection
 from xffl.aggregation.engine.stages.server_clip import ServerClip
 from xffl.aggregation.engine.stages.stage import RoundStage
-from xffl.aggregation.engine.stages.told_weights import ToldWeights
+from xffl.aggregation.engine.stages.weighing import ToldWeights, Weighed
 from xffl.aggregation.engine.stages.whole_models import WholeModels
 from xffl.aggregation.engine.transport import Link
 from xffl.aggregation.options import Options
@@ -201,7 +201,8 @@ def _read_model(
     topology = scope.topology
     device = scope.device
     options, manifest = read()
-    options.combiner.check(topology.cells)
+    if not options.is_mean:
+        options.combiner.check(topology.cells)
     at = topology.coordinates(scope.rank)
     text = f"{FORMAT_LINE}\t{EXCHANGE_FORMAT}\n(options)\t{options}\n"
     axes: tuple[Axis, ...] = ()
@@ -329,6 +330,9 @@ def make_exchange(compared: ComparedModels, rounds: Callable[[], int]) -> Exchan
     has_codecs = any(manifest.codecs.values()) and (topology.cells > 1 or scope.is_elastic)
     codecs = Codecs(transfers, layout, link, plan) if has_codecs else None
     combiner = options.combiner
+    way = Way() if options.is_mean else Weighed(combiner)
+    if combiner.needs_distances:
+        way = WholeModels(combiner, link, codecs)
     atomic = options.atomic
     memory: Memory
     if isinstance(link.copies, HostCopies):
@@ -341,7 +345,7 @@ def make_exchange(compared: ComparedModels, rounds: Callable[[], int]) -> Exchan
         link,
         memory,
         atomic=atomic,
-        way=WholeModels(combiner, link, codecs) if combiner.needs_distances else Way(combiner),
+        way=way,
     )
     stages: list[RoundStage] = []
     if manifest.moments is not None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-from xffl.aggregation.rounds.offer import Outcome, RoundOffer
-from xffl.aggregation.steps.contributions import Snapshot
+from xffl.aggregation.rounds.offer import Outcome, RoundOffer, Snapshot
 
 if TYPE_CHECKING:
     from xffl.aggregation.aggregator import Aggregator

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from xffl.aggregation.report import RoundReport
-from xffl.aggregation.rounds.offer import RoundOffer
-from xffl.aggregation.steps.contributions import Snapshot
+from xffl.aggregation.rounds.offer import RoundOffer, Snapshot
 
 __all__ = ["StartedRound"]
 

@@ -15,8 +15,7 @@ from xffl.aggregation.report import RoundReport
 from xffl.aggregation.rounds.config import RoundConfig, aggregator_options
 from xffl.aggregation.rounds.delayed import StartedRound
 from xffl.aggregation.rounds.network import AveragingRounds
-from xffl.aggregation.rounds.offer import Averaged, Empty, HandedOver, Outcome, Part, RoundOffer, outcome_of
-from xffl.aggregation.steps.contributions import Snapshot
+from xffl.aggregation.rounds.offer import Averaged, Empty, HandedOver, Outcome, Part, RoundOffer, Snapshot, outcome_of
 from xffl.distributed.distributed_state import DistributedState
 from xffl.errors import ConfigError, MeetingLeft, StateError, XfflError
 

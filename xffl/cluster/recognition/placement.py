@@ -9,11 +9,15 @@ from typing import NamedTuple
 from xffl.checks import group
 from xffl.cluster.recognition.claims import Claim
 from xffl.errors import LaunchError
+from xffl.json_text import parse_json
+from xffl.reading import Fields
 
-__all__ = ["Place", "place_ranks"]
+__all__ = ["Place", "place_ranks", "read_claim"]
 
 _SHOWN = 8  # ranks that a message writes out
 _NAME_LENGTH = 100
+_CLAIM_BYTES = 4096  # of a claim as text
+_MOST = 2**31
 
 
 class Place(NamedTuple):
@@ -22,6 +26,23 @@ class Place(NamedTuple):
     local_size: int
     node_rank: int
     node_world_size: int
+
+
+def read_claim(text: bytes | str) -> Claim:
+    """Read a claim that another rank has made."""
+    try:
+        values = Fields(parse_json(text, limit=_CLAIM_BYTES), "the place that a rank claims", error=LaunchError)
+    except ValueError as error:
+        raise LaunchError(f"the place that a rank claims cannot be read: {error}; see who uses its port") from error
+    return Claim(
+        rank=values.integer("rank", 0, _MOST),
+        local_rank=values.integer("local_rank", 0, _MOST),
+        local_size=values.optional("local_size", Fields.integer, 1, _MOST),
+        host=values.text("host", 1024),
+        node_rank=values.optional("node_rank", Fields.integer, 0, _MOST),
+        node_world_size=values.optional("node_world_size", Fields.integer, 1, _MOST),
+        world_size=values.optional("world_size", Fields.integer, 1, _MOST),
+    )
 
 
 def place_ranks(claims: Sequence[Claim], world_size: int) -> dict[int, Place]:

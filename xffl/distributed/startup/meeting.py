@@ -24,7 +24,6 @@ from xffl.cluster.listening import PortHeldError
 from xffl.cluster.network import LOOPBACK, Timeouts, control_address, host_identity
 from xffl.cluster.reaching import await_listener
 from xffl.cluster.recognition.claims import Claim
-from xffl.cluster.recognition.placement import place_ranks
 from xffl.costs import format_refusal, own_format
 from xffl.distributed.agreement.differences import rebuild_error
 from xffl.distributed.startup.joining import agents_store, join_store
@@ -186,24 +185,9 @@ class PlaceBook:
 
     def judge(self) -> XfflError | None:
         """Return what is wrong with the claims of all ranks, or tell each its place; for the rank that arrives last."""
-        world_size = self._place.world_size
-        names = [f"claim/{number}" for number in range(1, world_size + 1)]
-        if not self._store.check(names):
-            return LaunchError(
-                f"not all of {world_size} ranks have told where they are: some run another version of xffl; install "
-                "the same everywhere"
-            )
-        try:
-            claims = [Claim.from_text(text) for text in self._store.multi_get(names)]
-            places = place_ranks(claims, world_size)
-        except XfflError as wrong:
-            return wrong
-        if any(None in (claim.local_size, claim.node_rank, claim.node_world_size) for claim in claims):
-            self._store.multi_set(  # type: ignore[attr-defined]
-                [f"place/{rank}" for rank in places],
-                [" ".join(map(str, place)) for place in places.values()],
-            )
-        return None
+        from xffl.distributed.startup.judged_claims import judge_claims
+
+        return judge_claims(self._store, self._place.world_size)
 
     def complete(self) -> ProcessEnvironment:
         """Return this rank's place with what the ranks have found out of it; local, after the verdict."""

@@ -89,7 +89,7 @@ class ElasticCoordinator(RoundCoordinator):
         self._number_of_cell = self._cell if lone is None else lone[0]
         self._first = scope.first
         agreed = exchange.find(AgreedModel)
-        self._hand_over = HandOver(exchange.way.combiner, None if agreed is None else agreed.global_model)
+        self._hand_over = HandOver(None if agreed is None else agreed.global_model)
 
     def _compare(self, statuses: Sequence[RoundStatus], error: XfflError | None) -> None:
         """Raise on all ranks where some cannot take part or do not go together; RoundBroken where other cells' do."""

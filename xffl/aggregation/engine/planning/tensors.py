@@ -5,11 +5,11 @@ from __future__ import annotations
 import fnmatch
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from math import prod
-from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from xffl.aggregation.compression import Codec, codec_of
 from xffl.aggregation.engine.planning.mesh_cut import MeshCut
 from xffl.aggregation.engine.planning.plan import Cut, Item
-from xffl.checks import one_of, shorten
+from xffl.checks import one_of
 from xffl.compat.ddp import parameters_at_start
 from xffl.costs import MOST_IN_TABLES
 from xffl.distributed.agreement.consistency import compare_hashes, control_device, hash_of
@@ -36,6 +36,7 @@ __all__ = [
     "POLICIES",
     "Axis",
     "Division",
+    "HeldTensors",
     "Manifest",
     "ModelTensor",
     "Pattern",
@@ -191,15 +192,27 @@ def owners_of(model: nn.Module, name: str) -> list[nn.Module]:
     return owners
 
 
-def _tensors_in_order(model: nn.Module) -> list[torch.Tensor]:
-    """Return the tensors that the model's modules hold, in order; a single comprehension, since each round calls it."""
-    return [
-        tensor
-        for module in model.modules()
-        for held in (module._parameters, module._buffers)
-        for tensor in held.values()
-        if tensor is not None
-    ]
+class HeldTensors(NamedTuple):
+    """The tensors that the modules of some models hold, in order."""
+
+    tensors: list[torch.Tensor]
+    """Kept alive: identities are compared, and a new tensor must not get the id of a deleted one"""
+    trains: list[bool]
+    places: list[tuple[int, str, bool, tuple[int, str]]]
+    """The module and name of each, whether it trains, and the first place of a tied tensor"""
+    names: dict[int, str]
+    """Of the modules"""
+
+    @classmethod
+    def of(cls, roots: Sequence[nn.Module]) -> HeldTensors:
+        """Look at the models; local."""
+        tensors = [tensor for root in roots for module in root.modules() for _, tensor in _tensors_in(module)]
+        return cls(
+            tensors,
+            trains=[tensor.requires_grad for tensor in tensors],
+            places=[place for root in roots for place in _places(root)],
+            names={id(module): name for root in roots for name, module in root.named_modules()},
+        )
 
 
 def _places(model: nn.Module) -> tuple[tuple[int, str, bool, tuple[int, str]], ...]:
@@ -343,8 +356,6 @@ def chunk_numel(entry: ModelTensor, axis: int, shards: int, shard: int) -> int:
     return last - first
 
 
-T = TypeVar("T")
-
 POLICIES = ("average", "local", "first")
 """What a round may do with a tensor: average it over the cells, leave it unchanged, or copy it from the first cell."""
 
@@ -424,11 +435,7 @@ class Manifest:
                 )
         self.model = model
         self.roots = (model,) if extra is None else (model, extra)
-        self._places = self._of_roots(_places)
-        self._module_names = self._look_up_names()
-        # Tensors are kept alive: check() compares identities, and a new tensor must not get the id of a deleted one.
-        self._tensors = self._of_roots(_tensors_in_order)
-        self._trains = [tensor.requires_grad for tensor in self._tensors]
+        self._held = HeldTensors.of(self.roots)
         self.moving: tuple[ModelTensor, ...] = tuple(entry for entry in self.entries if entry.policy != "local")
 
     def __str__(self) -> str:
@@ -452,46 +459,9 @@ class Manifest:
 
     def check(self) -> None:
         """Raise if the model no longer has the tensors that it had; local."""
-        reshard(self.model)  # a forward pass without a backward one has left others in the place of FSDP2's
-        tensors = self._of_roots(_tensors_in_order)
-        trains = [tensor.requires_grad for tensor in tensors]
-        is_same = len(tensors) == len(self._tensors) and all(map(operator.is_, tensors, self._tensors))
-        if is_same and trains == self._trains:
-            return
-        now = self._of_roots(_places)
-        if now == self._places:
-            self._check_replaced(tensors)
-            self._tensors = tensors
-            self._trains = trains
-            return
-        names = self._module_names | self._look_up_names()
-        other = set(now) ^ set(self._places)
-        changed = sorted({f"{names[module]}.{leaf}".removeprefix(".") for module, leaf, *_ in other})
-        raise ConfigError(
-            f"the model's tensors have changed since the Aggregator was made (look at {shorten(changed)}: "
-            "replaced, added, removed, tied, untied, frozen or unfrozen); make a new Aggregator"
-        )
+        from xffl.aggregation.engine.planning.changed_tensors import check_tensors
 
-    def _check_replaced(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Raise if a parameter that trains was replaced: optimizers and DDP still hold the old object."""
-        pairs = zip(tensors, self._tensors, self._trains, strict=True)
-        new = {id(now) for now, old, trains in pairs if now is not old and trains and isinstance(old, nn.Parameter)}
-        if not new:
-            return
-        for entry in self.moving:
-            entry.tensor()  # another shape or data type has an error of its own
-        names = sorted(entry.name for entry in self.entries if id(entry.tensor()) in new)
-        raise ConfigError(
-            f"parameters {shorten(map(repr, names))} were replaced by other objects since the Aggregator was made, so "
-            "an optimizer or DDP may go on training the old ones; load with assign=False, or replace parameters before "
-            "xffl.shard and the optimizer, and make a new Aggregator"
-        )
-
-    def _look_up_names(self) -> dict[int, str]:
-        return {id(module): name for root in self.roots for name, module in root.named_modules()}
-
-    def _of_roots(self, read: Callable[[nn.Module], Sequence[T]]) -> list[T]:
-        return [item for root in self.roots for item in read(root)]
+        self._held = check_tensors(self, self._held)
 
     def axes(self, topology: Topology, at: Coordinates) -> tuple[Axis, ...]:
         """Return the axis along which this rank's cell cuts each moving tensor."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from xffl.aggregation.algorithms.combiners import Combiner
 from xffl.aggregation.engine.buffers import BucketMemory
 from xffl.aggregation.engine.exchange import ExchangeWalk, RoundRun, Way
 from xffl.aggregation.engine.global_model import GlobalModel
@@ -17,12 +16,8 @@ __all__ = ["HandOver", "SharedValues"]
 class HandOver(Way):
     """A round in which all take over the model of one cell: nothing is clipped, combined or stepped."""
 
-    def __init__(self, combiner: Combiner, global_model: GlobalModel | None) -> None:
-        super().__init__(combiner)
+    def __init__(self, global_model: GlobalModel | None) -> None:
         self._global_model = global_model
-
-    def check(self, context: RoundContext) -> None:
-        """Nothing is combined."""
 
     def exchange(self, run: RoundRun, context: RoundContext) -> RoundContext:
         """Bring the model of the context's source to all others."""

@@ -19,7 +19,7 @@ from xffl.aggregation.engine.stages.norms import Norms
 from xffl.aggregation.engine.stages.privacy import Protection
 from xffl.aggregation.engine.stages.server_clip import ServerClip
 from xffl.aggregation.engine.stages.stage import PlanStage, RoundStage, WeighedStage
-from xffl.aggregation.engine.stages.told_weights import ToldWeights
+from xffl.aggregation.engine.stages.weighing import ToldWeights
 
 __all__ = ["ORDER", "in_order"]
 

@@ -10,16 +10,17 @@ import torch.distributed as dist
 from xffl.aggregation.algorithms.combiners import Combiner
 from xffl.aggregation.arithmetic import piece_length
 from xffl.aggregation.engine.buffers import BucketMemory
-from xffl.aggregation.engine.exchange import ExchangeWalk, RoundRun, Way, weigh_cells
+from xffl.aggregation.engine.exchange import ExchangeWalk, RoundRun
 from xffl.aggregation.engine.planning.transfers import Bucket, GroupTransfer, RoundContext
 from xffl.aggregation.engine.stages.codecs import Codecs, EncodedSteps
+from xffl.aggregation.engine.stages.weighing import Weighed, weigh_cells
 from xffl.aggregation.engine.transport import Crossing, ExactValues, Link
 from xffl.distributed.agreement.consistency import control_device
 
 __all__ = ["WholeModels"]
 
 
-class WholeModels(Way):
+class WholeModels(Weighed):
     """The way of a combiner that compares whole models: two walks, and between them the distances of all cells.
 
     A sender keeps a row for each cell's values, as large as the cells' shards together, from round to round.
@@ -32,7 +33,8 @@ class WholeModels(Way):
         self._rows: dict[int, torch.Tensor] = {}
 
     def check(self, context: RoundContext) -> None:
-        """Nothing is known before models are compared."""
+        """Raise where there are too few cells; nothing else is known before models are compared."""
+        self.combiner.check(len(context.cells))
 
     def reserve(self, transfers: Sequence[GroupTransfer]) -> None:
         """Make a row for each cell's values of each group; local."""
