@@ -16,7 +16,8 @@ WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 _SHARE = range(10_000 + WORKER * (10_000 // WORKERS), 10_000 + (WORKER + 1) * (10_000 // WORKERS))
 # Below what Linux hands out by itself, and below what xffl takes: there, tests beside this one listen on all addresses
 # at ports that look free on one of them.
-_turn = itertools.count(os.getpid())
+# Processes that start together have neighbouring numbers, and may be of different runs of tests, which share the ports.
+_turn = itertools.count(os.getpid() * 97)
 
 
 def free_ports(count: int) -> list[int]:

@@ -1,13 +1,14 @@
-"""A cell that does not fit, or whose own ranks do not go together: it ends, and the others go on."""
+"""A cell that does not fit, fails, or whose own ranks do not go together: it ends, and the others go on."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ from tests.ranks.test_elastic import journal, lighthouse, pytestmark  # noqa: F4
 from tests.ranks.test_elastic_state import play
 from tests.worlds import be_launched, run_world
 from xffl.aggregation.engine.decision.consensus import RoundBroken, RoundInput
+from xffl.aggregation.engine.exchange import RoundRun
+from xffl.aggregation.engine.transport import CrossCellTransport
 from xffl.aggregation.federations.elastic import ElasticAggregator
 from xffl.distributed import ElasticParameters
 
@@ -83,6 +86,10 @@ def lack_a_file() -> None:
     raise FileNotFoundError("what this rank needs")
 
 
+def lack_memory(*_: object) -> None:
+    raise MemoryError("no room for what has come")
+
+
 def be_apart(state: Any, place: int) -> dict[str, str]:
     """Be a rank of a cell whose two ranks do not go together, each time in another way; return what it has raised."""
     told: dict[str, str] = {}
@@ -111,11 +118,19 @@ def be_apart(state: Any, place: int) -> dict[str, str]:
         "values": (0.1 * (1 + place), {}),
         "weights": (0.1, {"weight": 1.0 if place else None}),
         "failure": (0.1, {"prepare": lack_a_file if place else None}),
+        "counts": (0.1, {"weight": None}),
+        "combining": (0.1, {}),
+        "exchange": (0.1, {}),
     }
+    failing = {"combining": (CrossCellTransport, "combine"), "exchange": (RoundRun, "walk")}
+    # In the last one the ranks leave the exchange, and the other cell cannot hear why.
+    failing_ranks = {"combining": (0,), "exchange": (0, 1)}
     for name, (value, options) in given.items():
         rounds = open_rounds(state, model)
         rounds.join()
-        note(name, partial(make_round, rounds, value, **options))
+        fails = place in failing_ranks.get(name, ())
+        with mock.patch.object(*failing[name], lack_memory) if fails else nullcontext():
+            note(name, partial(make_round, rounds, value, **options))
         rounds.close()
     return told
 
@@ -163,6 +178,9 @@ def test_a_cell_whose_ranks_do_not_go_together_ends_and_the_others_lose_no_round
         ("values", "RoundError", "is not the same on rank 0 and rank 1 of cell 1 "),
         ("weights", "ConfigError", "gave no weight and others gave one"),
         ("failure", "RoundError", "what this rank needs"),
+        ("counts", "ConfigError", "gave no weight and others gave one"),
+        ("combining", "RoundError", "no room for what has come"),
+        ("exchange", "RoundError", "no room for what has come"),
     ):
         assert told[1][name].startswith(begins) and names in told[1][name]
 

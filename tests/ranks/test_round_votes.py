@@ -341,6 +341,8 @@ def everybody(rank: int, world_size: int) -> None:
                     phase=VotePhase(number % 2),
                     merge=MergeMode(r % 3),
                     seal=Seal(r % 4),
+                    is_trained=r > 3,
+                    is_accepted=r % 3 == 0,
                     square=1e300 / (r + 1),
                     numbers=tuple(r + place / 7 for place in range(MOST_NUMBERS)),
                 )

@@ -21,7 +21,8 @@ from torch import nn
 from xffl.aggregation.aggregator import Aggregator
 from xffl.aggregation.engine.arena import Arena
 from xffl.aggregation.engine.decision.consensus import RoundBroken, RoundInput
-from xffl.aggregation.engine.decision.elastic_votes import ElasticCoordinator, RoundInDoubt
+from xffl.aggregation.engine.decision.elastic_votes import ElasticCoordinator, RankFailed, RoundInDoubt, is_lost_contact
+from xffl.aggregation.engine.decision.fitting_cells import AcceptedTraits
 from xffl.aggregation.engine.global_model import GlobalModel
 from xffl.aggregation.engine.global_state import agree_on_steps
 from xffl.aggregation.engine.groups import RoundScope
@@ -37,7 +38,6 @@ from xffl.aggregation.federations.own_ranks import compare_held, compare_options
 from xffl.aggregation.pending import PendingRound
 from xffl.aggregation.report import ElasticRoundReport, RoundReport
 from xffl.checks import shorten
-from xffl.compat.pytorch import is_out_of_memory
 from xffl.distributed.agreement.consistency import check_consistent, run_on_all_ranks
 from xffl.distributed.collectives import all_gather_json
 from xffl.distributed.distributed_state import DistributedState
@@ -158,6 +158,8 @@ class ElasticAggregator:
         """Makes all other rounds."""
         self._compared = ComparedCells()
         """What its rounds have found, with whatever cells."""
+        self._accepted = AcceptedTraits()
+        """What this rank has said in rounds that were taken."""
         self._is_grouped = False
         """Whether the aggregator of the next round has the groups of the last epoch."""
         self._agreed: Mapping[str, Any] | None = None
@@ -416,7 +418,7 @@ class ElasticAggregator:
         report: RoundReport | None = None
         error: XfflError | None = None
         weights: tuple[float, ...] = ()
-        is_alone = False  # whether no other rank of the epoch has this error
+        is_alone = False  # whether other ranks of the epoch may not have this error
         try:
             report = run()
             # Without a report, or below a divergence, no round was made, and no record published.
@@ -432,12 +434,16 @@ class ElasticAggregator:
             end = RoundEnd.BROKEN
             error = broken
             _forget_calls(broken, handled)
+        except RankFailed as failed:
+            end = RoundEnd.FAILED
+            error = RoundError(str(failed))
+            error.__cause__ = failed.__cause__
+            is_alone = True
         except XfflError as wrong:
             end = RoundEnd.REFUSED if self._is_grouped else RoundEnd.FAILED
             error = wrong
         except Exception as lost:
-            is_contact = isinstance(lost, RuntimeError) and not is_out_of_memory(lost)
-            if is_contact:  # the group could not be made, or broke while models were compared
+            if is_lost_contact(lost):  # the group could not be made, or broke while models were compared
                 end = RoundEnd.BROKEN
                 error = RoundBroken(str(lost))
                 _forget_calls(lost, handled)
@@ -492,6 +498,7 @@ class ElasticAggregator:
 
     def _note_taken(self, aggregator: Aggregator, epoch: Epoch, report: RoundReport | None, fate: Fate) -> None:
         """Note what the next round starts from, and what this cell took over."""
+        self._accepted.accept()
         self._agreed = None
         self._fellows = frozenset(epoch.lives)
         is_behind = fate is not Fate.GAVE
@@ -536,7 +543,7 @@ class ElasticAggregator:
             cross_world=place.group,
             arena=self._arena,
             compare=ComparisonAtOnce,
-            coordinate=partial(ElasticCoordinator, seal=partial(_seal, self._federation)),
+            coordinate=partial(ElasticCoordinator, seal=partial(_seal, self._federation), accepted=self._accepted),
         )
         if epoch.base is None:
             self._found(scope)

@@ -499,9 +499,7 @@ class RoundCoordinator:
                 self._phase = RoundPhase.CUT_OFF
                 if not isinstance(error, Exception):
                     raise
-                raise RoundBroken(
-                    f"round {number} was not taken, this rank keeps its weights: {type(why).__name__}: {why}; {AFRESH}"
-                ) from why
+                raise self._unheard(number, why, failure, is_cut_off=run.profile.is_cut_off) from why
             raise self._unknown_outcome(outcome, why, can_wait=isinstance(error, Exception)) from why
         # 3. All ranks know the same now.
         if self._phase is RoundPhase.COMMITTED:
@@ -509,21 +507,30 @@ class RoundCoordinator:
                 return outcome
             return replace(outcome, context=self._exchange.conclude(outcome.context, statuses))
         self._abort()
-        raise self._refusal(number, reasons, is_cut_off=any(vote.is_cut_off for vote in statuses)) from failure
+        raise self._refusal(number, reasons, statuses) from failure
 
     def _settle(self, outcome: AgreedRound) -> None:
         """Note that the round counts, since all ranks have said yes; what stops this rank from here on tears it."""
         self._phase = RoundPhase.COMMITTED
 
-    def _refusal(self, number: int, reasons: Sequence[str], *, is_cut_off: bool) -> Exception:
+    def _refusal(self, number: int, reasons: Sequence[str], statuses: Sequence[RoundStatus]) -> Exception:
         """Return what all ranks raise where the round does not count, with the reasons of those that said no."""
         shown = "; ".join(
             f"rank {rank} (cell {self._topology.cell_of(rank)}): {why}" for rank, why in enumerate(reasons) if why
         )
         if not self._atomic:
             return TornError(f"round {number} failed with atomic=False: {shown}")
-        kind = RoundBroken if is_cut_off else RoundError
+        kind = RoundBroken if any(vote.is_cut_off for vote in statuses) else RoundError
         return kind(f"round {number} was not taken, all ranks keep their weights of before: {shown}")
+
+    def _unheard(self, number: int, why: BaseException, failure: Exception | None, *, is_cut_off: bool) -> RoundError:
+        """Return what this rank raises where it has not said yes, and the vote broke in which it would have said no.
+
+        ``failure`` is what has failed here before, and ``is_cut_off`` tells whether contact to another cell was lost.
+        """
+        return RoundBroken(
+            f"round {number} was not taken, this rank keeps its weights: {type(why).__name__}: {why}; {AFRESH}"
+        )
 
     def _unknown_outcome(self, outcome: AgreedRound, why: BaseException, *, can_wait: bool) -> Exception:
         """Return what is raised where others may have taken the round, and this rank cannot learn it.

@@ -16,8 +16,8 @@ from xffl.aggregation.engine.decision.consensus import (
     RoundPhase,
     cell_weights,
 )
+from xffl.aggregation.engine.decision.fitting_cells import AcceptedTraits, find_failed_cells, find_faulty_cells
 from xffl.aggregation.engine.decision.injected_faults import FaultyVoteTree
-from xffl.aggregation.engine.decision.unlike_votes import find_faulty_cells
 from xffl.aggregation.engine.exchange import Exchange, RoundRun
 from xffl.aggregation.engine.groups import RoundScope
 from xffl.aggregation.engine.planning.transfers import RoundContext
@@ -25,12 +25,14 @@ from xffl.aggregation.engine.stages.agreed import AgreedModel
 from xffl.aggregation.engine.stages.hand_over import HandOver
 from xffl.aggregation.engine.voting.votes import RoundStatus, Seal, VotePhase, VoteTree
 from xffl.aggregation.options import Options
+from xffl.compat.pytorch import is_out_of_memory
 from xffl.costs import MOST_IN_TABLES
 from xffl.distributed.agreement.consistency import barrier
 from xffl.distributed.failures.faults import is_planned
+from xffl.distributed.several_worlds.cross_world import CrossWorldGroup
 from xffl.errors import ConfigError, RoundError, XfflError
 
-__all__ = ["ElasticCoordinator", "RoundInDoubt"]
+__all__ = ["ElasticCoordinator", "RankFailed", "RoundInDoubt", "is_lost_contact"]
 
 
 class RoundInDoubt(RoundBroken):
@@ -42,6 +44,17 @@ class RoundInDoubt(RoundBroken):
     def __init__(self, text: str, outcome: AgreedRound) -> None:
         super().__init__(text)
         self.outcome = outcome
+
+
+class RankFailed(RoundError):
+    """A round failed on this rank alone, and the others could not hear why: its cell ends by that."""
+
+
+def is_lost_contact(error: BaseException) -> bool:
+    """Tell whether an error may say that another rank is lost, and not that something is wrong with this one."""
+    if isinstance(error, XfflError):
+        return isinstance(error, RoundBroken)
+    return isinstance(error, RuntimeError) and not is_out_of_memory(error)
 
 
 class ElasticCoordinator(RoundCoordinator):
@@ -58,8 +71,9 @@ class ElasticCoordinator(RoundCoordinator):
                                 server; without one the record has to stand all the same, also where all have finished
     ranks weigh the result      they tell each other of it in a vote before the second one, since a round in doubt is
                                 written without having heard the second one
-    a cell is at fault          a rank of it cannot take part, or its ranks do not go together with each other: the cell
-                                raises the reason, and the others repeat the round without it
+    a cell is at fault          a rank of it cannot take part, or fails while values are exchanged; its ranks do not go
+                                together with each other, or the cell comes with something else than others whose rounds
+                                were taken: it raises the reason, and the others repeat the round without it
     ==========================  =======================================================================================
 
     :param exchange: What this rank exchanges.
@@ -68,6 +82,7 @@ class ElasticCoordinator(RoundCoordinator):
     :param number: What tells the aggregator from all others that these ranks have; the same on all of them.
     :param seal: Called on each rank after all have voted for a round, with the cells' weights. One rank publishes the
         record and returns what stands, the others ``NOT_ASKED``.
+    :param accepted: What this rank has said in its rounds before, with whatever cells.
     """
 
     def __init__(
@@ -78,11 +93,13 @@ class ElasticCoordinator(RoundCoordinator):
         number: int,
         *,
         seal: Callable[[tuple[float, ...]], Seal],
+        accepted: AcceptedTraits | None = None,
     ) -> None:
         if is_planned() and scope.topology.world_size > MOST_IN_TABLES:
             raise ConfigError(f"faults of votes (XFFL_FAULT) need at most {MOST_IN_TABLES} ranks in all cells")
         super().__init__(exchange, scope, options, number, vote_tree=FaultyVoteTree if is_planned() else VoteTree)
         self._seal = seal
+        self._accepted = AcceptedTraits() if accepted is None else accepted
         self._cell = scope.topology.cell_of(scope.rank)
         """As the round counts it"""
         lone = scope.state.lone_cell
@@ -91,9 +108,13 @@ class ElasticCoordinator(RoundCoordinator):
         agreed = exchange.find(AgreedModel)
         self._hand_over = HandOver(None if agreed is None else agreed.global_model)
 
+    def _open(self, prepared: PreparedRound) -> list[RoundStatus]:
+        """Vote on whether there is a round, with whether others have accepted before what this rank says."""
+        return super()._open(replace(prepared, status=self._accepted.mark(prepared.status)))
+
     def _compare(self, statuses: Sequence[RoundStatus], error: XfflError | None) -> None:
         """Raise on all ranks where some cannot take part or do not go together; RoundBroken where other cells' do."""
-        faulty = find_faulty_cells(statuses, self._topology)
+        faulty: frozenset[int]
         wrong: XfflError
         try:
             super()._compare(statuses, error)
@@ -107,18 +128,22 @@ class ElasticCoordinator(RoundCoordinator):
             if self._cell in faulty:
                 wrong = unequal.of_cell(self._cell, number=self._number_of_cell, first=self._first)
         except XfflError as reason:
+            faulty = find_faulty_cells(statuses, self._topology)
             wrong = reason
         try:
             if faulty:
-                # Who repeats the round closes its connections at once, and others may still hear what is wrong.
-                with suppress(RuntimeError):
-                    barrier(self._round_groups.world)
+                self._await_heard()
                 if self._cell not in faulty:
                     # With its cause, whose traceback is dropped with its own: it refers to groups that are given back.
                     raise RoundBroken(f"another cell cannot take part: {wrong}") from wrong
             raise wrong
         finally:
             del wrong  # its traceback refers to this frame
+
+    def _await_heard(self) -> None:
+        """Wait until all ranks have heard what is wrong: who repeats the round closes its connections at once."""
+        with suppress(RuntimeError):
+            barrier(self._round_groups.world)
 
     def _decide(
         self, prepared: PreparedRound, statuses: Sequence[RoundStatus], least_divergence: float | None
@@ -160,6 +185,18 @@ class ElasticCoordinator(RoundCoordinator):
         return outcome
 
     def _move(self, run: RoundRun, context: RoundContext) -> Exchanged:
+        """Exchange; where this rank cannot go on, close its connections: others wait for what it was still to send."""
+        try:
+            return self._move_and_tell(run, context)
+        except XfflError:  # of what all ranks know, so all raise it
+            raise
+        except Exception as error:
+            world = self._round_groups.world
+            if isinstance(world, CrossWorldGroup) and not is_lost_contact(error):
+                world.poison()
+            raise
+
+    def _move_and_tell(self, run: RoundRun, context: RoundContext) -> Exchanged:
         """Exchange; where all have to know something of the result before they write, tell it, and hear the others'."""
         if context.source is not None:  # a model that is handed over is no step, of which there is anything to know
             return Exchanged(run.exchange(context), failure=run.profile.failure)
@@ -199,9 +236,30 @@ class ElasticCoordinator(RoundCoordinator):
             raise RuntimeError("the journal did not tell what stands there")
         return answers == {Seal.STANDS}
 
-    def _refusal(self, number: int, reasons: Sequence[str], *, is_cut_off: bool) -> Exception:
-        """Return what all ranks raise where the round does not count; nobody said no where another record stands."""
-        return super()._refusal(number, reasons, is_cut_off=is_cut_off) if reasons else _other_stands(number)
+    def _gather_reasons(self, failure: Exception | None) -> list[str]:
+        """Return each rank's reason for its no, once all ranks know them."""
+        reasons = super()._gather_reasons(failure)
+        self._await_heard()
+        return reasons
+
+    def _refusal(self, number: int, reasons: Sequence[str], statuses: Sequence[RoundStatus]) -> Exception:
+        """Return what this rank raises where the round does not count: the reasons, where its own cell has failed.
+
+        The others repeat the round. Nobody said no where another record stands.
+        """
+        if not reasons:
+            return _other_stands(number)
+        refusal = super()._refusal(number, reasons, statuses)
+        failed = find_failed_cells(statuses, self._topology)
+        if not failed:
+            return refusal
+        return RoundError(str(refusal)) if self._cell in failed else RoundBroken(f"another cell failed: {refusal}")
+
+    def _unheard(self, number: int, why: BaseException, failure: Exception | None, *, is_cut_off: bool) -> RoundError:
+        """Return what this rank raises where others may not have heard its no: its cell ends if the rank has failed."""
+        broken = super()._unheard(number, why, failure, is_cut_off=is_cut_off)
+        has_failed = failure is not None and not is_cut_off and not is_lost_contact(failure)
+        return RankFailed(str(broken)) if has_failed else broken
 
     def _unknown_outcome(self, outcome: AgreedRound, why: BaseException, *, can_wait: bool) -> Exception:
         """Return what is raised where others may have taken the round: it is in doubt, unless this was interrupted."""

@@ -10,7 +10,7 @@ from xffl.distributed.agreement.consistency import ranks_text
 from xffl.errors import RoundError
 from xffl.topology import Topology
 
-__all__ = ["check_rounds", "find_faulty_cells"]
+__all__ = ["check_rounds"]
 
 
 def check_rounds(statuses: Sequence[RoundStatus], topology: Topology) -> None:
@@ -58,21 +58,3 @@ def check_rounds(statuses: Sequence[RoundStatus], topology: Topology) -> None:
         raise RoundError(
             f"the cells merge with different alphas ({', '.join(sorted(alphas))}); give the same in all of them"
         )
-
-
-def find_faulty_cells(statuses: Sequence[RoundStatus], topology: Topology) -> frozenset[int]:
-    """Return the cells of which a rank cannot take part, or whose ranks do not go together with each other; pure.
-
-    What the ranks of each cell have told alike may still be unlike what those of other cells have.
-    """
-    faulty: set[int] = set()
-    for cell in range(topology.cells):
-        votes = [statuses[rank] for rank in topology.federation(cell)]
-        points = {
-            (vote.aggregator, vote.round, vote.phase, vote.is_encoding, vote.is_flushing, vote.merge_text)
-            for vote in votes
-        }
-        ways_to_weigh = {vote.is_uniform for vote in votes if not vote.is_absent}
-        if any(vote.is_failed for vote in votes) or len(points) > 1 or len(ways_to_weigh) > 1:
-            faulty.add(cell)
-    return frozenset(faulty)

@@ -71,9 +71,10 @@ class MergeMode(IntEnum):
 MOST_NUMBERS = 8
 """Numbers of a server's step that a vote has room for."""
 
-_FIELDS = f"<3q5d8?3B5x2q?7xd{MOST_NUMBERS}d"
+_FIELDS = f"<3q5d8?3B5x2q2?6xd{MOST_NUMBERS}d"
 PACKED = struct.Struct(f"{_FIELDS}{STATUS_BYTES - struct.calcsize(_FIELDS)}x")
-"""A status as bytes: three integers, five numbers, eight flags, three enums, two integers, a flag, nine numbers."""
+"""A status as bytes: three integers, five numbers, eight flags, three enums, two integers, two flags, nine
+numbers."""
 
 
 class RoundStatus(NamedTuple):
@@ -101,6 +102,7 @@ class RoundStatus(NamedTuple):
     held: int = 0  # see first_round.ValueDigest, in a first round
     shared: int = 0
     is_trained: bool = False
+    is_accepted: bool = False  # see fitting_cells.AcceptedTraits, between jobs
     square: float = 0.0  # squared L2 norm of its part of the mean pseudo-gradient, where steps are clipped
     numbers: tuple[float, ...] = ()  # what it would step its part of the global model with, at most MOST_NUMBERS
 
