@@ -39,8 +39,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--lora", action="store_true", help="train adapters only: rounds move nothing else")
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--output", default="trained")
+    parser.add_argument("--output", help="the folder of checkpoints: 'trained', with --lora 'adapters'")
     options = parser.parse_args()
+    output = options.output or ("adapters" if options.lora else "trained")
 
     config = LlamaConfig(
         vocab_size=256,
@@ -56,7 +57,7 @@ def main() -> None:
     if options.lora:
         model = get_peft_model(model, LoraConfig(r=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
     args = TrainingArguments(
-        output_dir=options.output,
+        output_dir=output,
         max_steps=options.steps,
         per_device_train_batch_size=4,
         gradient_accumulation_steps=2,
@@ -76,7 +77,8 @@ def main() -> None:
     trainer.save_model()
     if trainer.is_world_process_zero():
         sent = sum(report.bytes_across for report in rounds.reports)
-        print(f"cell {rounds.state.cell}: {len(rounds.reports)} rounds, its first rank sent {sent} bytes", flush=True)
+        made = len(rounds.reports)
+        print(f"cell {rounds.state.cell}: {made} rounds since this start, its first rank sent {sent} bytes", flush=True)
 
 
 if __name__ == "__main__":

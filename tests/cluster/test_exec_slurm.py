@@ -323,7 +323,7 @@ def test_trainers_of_frameworks_on_nodes_as_cells(framework: str, slurm: dict[st
         (tmp_path / "train.py").write_text(f"{script.text}\n{save}\n")
         name = "runs/cell_{}/model_0.pt"
     environ = {**slurm, "HF_HUB_OFFLINE": "1"}
-    command = ["srun", *TWO_NODES, *EXEC, "--isolate", "--federated", "2,1", *words]
+    command = ["srun", "--kill-on-bad-exit", *TWO_NODES, *EXEC, "--isolate", "--federated", "2,1", *words]
     code, _, err = finish(start(command, environ, tmp_path))
     assert code == 0, err
     first, second = (tmp_path / name.format(cell) for cell in range(2))
@@ -355,7 +355,7 @@ def test_a_killed_srun_of_lightning_goes_on_to_the_same_bits(slurm: dict[str, st
 torch.save(module.state_dict(), cell_folder("runs") / f"model_{trainer.global_rank}.pt")
 print("resumed" if rounds.resumed else "began", flush=True)
 """
-    command = ["srun", *TWO_NODES, *EXEC, "--isolate", "--federated", "2,1", "train.py"]
+    command = ["srun", "--kill-on-bad-exit", *TWO_NODES, *EXEC, "--isolate", "--federated", "2,1", "train.py"]
     models = []
     for name, lives in (("whole", 1), ("killed", 2)):
         folder = tmp_path / name

@@ -28,6 +28,7 @@ from torch import nn
 from torch.utils.data import Dataset, SequentialSampler, Subset
 
 import xffl
+from tests.connections import sent_by_ports
 from tests.ports import free_port
 from tests.processes import await_cells
 from tests.ranks.test_elastic_trainer import lighthouse, serving_lighthouse  # noqa: F401
@@ -189,9 +190,22 @@ def train(
     **options: Any,
 ) -> dict[str, Any]:
     """Be a rank of a Trainer's script, with one line more."""
+    from transformers import TrainerCallback
     from transformers.trainer_callback import ProgressCallback
 
     from xffl.integrations.transformers import federate
+
+    sent: list[dict[tuple[int, int], int]] = []
+
+    class Counters(TrainerCallback):  # type: ignore[misc]
+        """Reads the kernel's counters when rounds are set up, and after the step behind which the last one comes."""
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            sent.append(sent_by_ports())
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == STEPS:
+                sent.append(sent_by_ports())
 
     model = make_model(seed, is_adapted=is_adapted)
     if is_loaded:
@@ -200,6 +214,7 @@ def train(
     evaluation: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": EVERY, "disable_tqdm": False}
     trainer = make_trainer(folder, model, is_sharded=is_sharded, **evaluation)
     rounds = federate(trainer, every=EVERY, **options)
+    trainer.add_callback(Counters())
     trainer.train()
     (bar,) = (callback for callback in trainer.callback_handler.callbacks if isinstance(callback, ProgressCallback))
     log = [line for line in trainer.state.log_history if "xffl/round" in line]
@@ -207,6 +222,7 @@ def train(
         "weights": weights_of(trainer.model_wrapped),
         "counts": [report.weights for report in rounds.reports],
         "bytes": [report.bytes_across for report in rounds.reports],
+        "sent": {ports: count - sent[0].get(ports, 0) for ports, count in sent[1].items()},
         "logged": [(line["step"], line["xffl/round"], line["xffl/cells"]) for line in log],
         "losses": sum("loss" in line for line in trainer.state.log_history),
         "evaluated": [line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line],
@@ -311,6 +327,19 @@ def train_elastic(name: str, url: str, folder: str) -> list[dict[str, Any]]:
     return run_job(4, be_elastic_cell, url, free_port(), {"folder": f"{folder}/{name}-elastic", **CASES[name]})
 
 
+VOTES = 4096
+"""Bytes that a rank may send to the other cell for a round's votes: it sends 1,250, in elastic cells 2,030"""
+
+
+def check_counters(of_ranks: list[dict[str, Any]]) -> None:
+    """See that the kernel has sent to the other cell what the reports say, with no more than votes beside it."""
+    for rank, trained in enumerate(of_ranks):
+        others = of_ranks[SIZES[0] :] if rank < SIZES[0] else of_ranks[: SIZES[0]]
+        peers = {(local, remote) for other in others for remote, local in other["sent"]}
+        counted = sum(count for ports, count in trained["sent"].items() if ports in peers)
+        assert 0 <= counted - sum(trained["bytes"]) <= VOTES * len(trained["bytes"])
+
+
 def train_all_ways(rank: int, world_size: int, folder: str, lighthouses: dict[str, str]) -> tuple[Any, ...]:
     """Train by hand, with a Trainer in isolated cells, naively, and with a Trainer in elastic cells."""
     from transformers.distributed import DistributedConfig
@@ -346,6 +375,7 @@ def test_a_trainer_trains_what_a_loop_by_hand_trains(tmp_path: Path, lighthouses
         1, train_all_ways, str(tmp_path), lighthouses, init=False, timeout_s=280
     )
     for name, of_ranks in elastic.items():  # nothing fails, so these are the rounds of isolated cells
+        check_counters(of_ranks)
         for trained in of_ranks:
             assert differ(trained["weights"], ranks[name][0]["weights"]) == 0.0
             assert differ(trained["weights"], by_hand[0]["full"]["weights"]) < 1e-6, name
@@ -368,6 +398,7 @@ def test_a_trainer_trains_what_a_loop_by_hand_trains(tmp_path: Path, lighthouses
             )
         values = sum(value.numel() for value in expected["weights"].values())
         assert sum(sum(trained["bytes"]) for trained in of_ranks) == 3 * 2 * 4 * values  # fp32, once from each cell
+        check_counters(of_ranks)
     for refused in refusals:
         assert "default group, which holds all 2 ranks of this job" in refused
         assert "start with xffl exec --isolate --federated" in refused

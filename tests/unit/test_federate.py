@@ -15,7 +15,7 @@ import torch
 
 from xffl.distributed.several_worlds.cell_notes import LoneNotes
 from xffl.errors import ConfigError
-from xffl.integrations.checkpoints import CellCheckpoints
+from xffl.integrations.checkpoints import CellCheckpoints, trained_names
 from xffl.integrations.dealing import deal_out, is_dealt_out
 from xffl.integrations.transformers.refusals import check_arguments, check_loader
 from xffl.integrations.transformers.trainer_files import TrainerFiles
@@ -259,8 +259,11 @@ def test_the_newest_checkpoint_after_as_many_rounds_as_the_others_is_used(
     (tmp_path / "checkpoint-8").mkdir()  # a kill has left it
     resumed = checkpoints.agree("", starts_over=False)
     assert (None if resumed is None else resumed.step) == step
-    assert ("there is no checkpoint of cell 1, so all 2 cells begin anew" in capsys.readouterr().err) == (not told)
+    said = capsys.readouterr().err
+    assert ("there is no checkpoint of cell 1, so all 2 cells begin anew" in said) == (not told)
     if resumed is not None:
+        together = f"all 2 cells after as many rounds ({resumed.meetings})"
+        assert said == f"xffl: cell 0 continues from {resumed.folder}, and {together}\n"
         assert checkpoints.load(resumed) == {"step": step}
     # What is newer is written again, and is not whole until then.
     again = CellCheckpoints(TrainerFiles(tmp_path, None), STATE, OtherCell("0 1")).agree("", starts_over=False)
@@ -272,6 +275,24 @@ def test_checkpoints_of_which_none_go_together_are_told(tmp_path: Path) -> None:
         saved(tmp_path, "7").agree("", starts_over=False)
     assert saved_steps(tmp_path) == [2, 4, 6]
     assert CellCheckpoints(TrainerFiles(tmp_path, None), STATE, OtherCell("7")).agree("", starts_over=True) is None
+
+
+def test_a_checkpoint_of_another_model_is_refused_before_it_is_loaded(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    folder = tmp_path / "checkpoint-2"
+    folder.mkdir()
+
+    def agree(*, starts_over: bool = False) -> Any:
+        files = TrainerFiles(tmp_path, None)
+        return CellCheckpoints(files, STATE, LoneNotes(), trained_names(model)).agree("", starts_over=starts_over)
+
+    CellCheckpoints(TrainerFiles(tmp_path, None), STATE, LoneNotes(), trained_names(model)).save(folder, 2, 0, {})
+    assert agree().folder == folder
+    model.bias.requires_grad_(False)
+    told = "checkpoint-2 was saved while 2 parameters .* this model trains 1; give another folder .* or call train"
+    with pytest.raises(ConfigError, match=told):
+        agree()
+    assert agree(starts_over=True) is None
 
 
 def test_the_others_hear_that_newer_checkpoints_do_not_count_any_more(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 #!/bin/bash
 # One command in the container, with what a rank needs from outside. Put it before each rank's command:
 #   ./run.sh xffl exec config.yaml                                        on this machine
-#   srun -N 2 --ntasks-per-node 4 ./run.sh xffl exec config.yaml          a rank in each task of SLURM
+#   srun --kill-on-bad-exit -N 2 --ntasks-per-node 4 ./run.sh xffl exec config.yaml   a rank in each task of SLURM
 #   RUN=workflows/containers/run.sh HOSTS=a:4,b:4 workflows/mpi/openmpi.sh config.yaml
 #   mpirun --host a:4,b:4 ./run.sh xffl exec config.yaml                  the same by hand
 # The launcher stays outside. Its variables, network, shared memory and process ids are the container's, too.

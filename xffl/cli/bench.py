@@ -27,7 +27,7 @@ __all__ = ["build_parser", "run"]
 _EXAMPLES = """\
 examples:
   xffl bench --processes 4 --federated 2,2 --hsdp 1
-  srun -N 2 --ntasks-per-node 4 xffl bench --federated 4,4 --hsdp 2 --out runs/bench
+  srun --kill-on-bad-exit -N 2 --ntasks-per-node 4 xffl bench --federated 4,4 --hsdp 2 --out runs/bench
   torchrun --nproc-per-node 4 .venv/bin/xffl bench --federated 2,2
 
 With --processes it starts them here, as xffl exec does; otherwise start it with srun, mpirun or torchrun. Rank 0

@@ -11,10 +11,12 @@ import json
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from xffl.checkpoint.torch_files import load_archive
 from xffl.distributed.agreement.consistency import gather_objects, run_on_all_ranks
@@ -22,9 +24,10 @@ from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.several_worlds.cell_notes import CellNotes
 from xffl.errors import CheckpointError, ConfigError
 from xffl.files import make_folders, open_regular, read_fields, remove_file, sync, write_whole, written_whole
+from xffl.reading import Fields
 from xffl.topology import cells_text
 
-__all__ = ["MARKER", "CellCheckpoints", "CheckpointFiles", "WholeCheckpoint"]
+__all__ = ["MARKER", "CellCheckpoints", "CheckpointFiles", "WholeCheckpoint", "trained_names"]
 
 MARKER = "xffl_cell.json"
 """The file that is written last"""
@@ -41,6 +44,19 @@ class WholeCheckpoint:
     """The optimizer steps that the framework has counted"""
     meetings: int
     """How many rounds, and checks that skipped one, the cell had entered"""
+
+
+@dataclass(frozen=True)
+class _Trained:
+    """The parameters that a training is about."""
+
+    count: int
+    digest: str
+    """Of their names"""
+
+    @classmethod
+    def of(cls, names: Collection[str]) -> _Trained:
+        return cls(len(names), sha256("\n".join(sorted(names)).encode()).hexdigest())
 
 
 class CheckpointFiles(Protocol):
@@ -66,18 +82,28 @@ class CheckpointFiles(Protocol):
         """Remove what a process has left that was killed while it removed a checkpoint."""
 
 
+def trained_names(model: nn.Module) -> list[str]:
+    """Return the names of the parameters that a model trains; local."""
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
 class CellCheckpoints:
     """The checkpoints of one cell, and which of them go together with those of the other cells.
 
     :param files: Where the framework keeps them.
     :param state: The state of the cell.
     :param notes: What the cells of this job tell each other of their checkpoints.
+    :param trained: The parameters that are trained, by name: a checkpoint of other ones is refused. ``None`` compares
+        nothing.
     """
 
-    def __init__(self, files: CheckpointFiles, state: DistributedState, notes: CellNotes) -> None:
+    def __init__(
+        self, files: CheckpointFiles, state: DistributedState, notes: CellNotes, trained: Collection[str] | None = None
+    ) -> None:
         self._files = files
         self._state = state
         self._notes = notes
+        self._trained = None if trained is None else _Trained.of(trained)
 
     def agree(self, arguments: str, *, starts_over: bool) -> WholeCheckpoint | None:
         """Return this cell's newest checkpoint that goes together with one of each other cell; collective over the job.
@@ -87,7 +113,8 @@ class CellCheckpoints:
         :param arguments: What the cells must have in common.
         :param starts_over: Whether no checkpoint is to be used.
         :return: The checkpoint, ``None`` where training begins.
-        :raises ConfigError: if the cells have unlike arguments, or checkpoints of which none go together.
+        :raises ConfigError: if the cells have unlike arguments, checkpoints of which none go together, or checkpoints
+            of other cells or of another model.
         """
         with run_on_all_ranks("checkpoints of this cell") as share:
             share(starts_over)
@@ -111,10 +138,12 @@ class CellCheckpoints:
             )
         if common is None and any(told) and self._state.is_first_of_job:
             without = [cell for cell, text in enumerate(told) if not text]
-            text = f"there is no checkpoint of {cells_text(without)}, so all {len(told)} cells begin anew"
-            print(f"xffl: {text}", file=sys.stderr, flush=True)
+            _say(f"there is no checkpoint of {cells_text(without)}, so all {len(told)} cells begin anew")
         chosen = [checkpoint for checkpoint in whole if checkpoint.meetings == common]
         resumed = chosen[-1] if chosen else None
+        if resumed is not None and self._state.is_first_of_job:
+            others = "" if len(told) == 1 else f", and all {len(told)} cells after as many rounds ({common})"
+            _say(f"cell {self._state.cell} continues from {resumed.folder}{others}")
         if self._state.cell_rank == 0:
             earlier = [] if resumed is None else whole[: whole.index(resumed) + 1]
             self._unmark({checkpoint.folder for checkpoint in earlier})
@@ -207,15 +236,28 @@ class CellCheckpoints:
                     f"{folder} was saved by {saved[2]} ranks of cell {saved[1]} of {saved[0]}, and this is cell "
                     f"{place[1]} of {place[0]} with {place[2]} ranks; start with the same cells, or with another folder"
                 )
+            self._check_trained(folder, fields)
             whole.append(WholeCheckpoint(folder, fields.integer("step"), fields.integer("meetings")))
         return sorted(whole, key=lambda checkpoint: (checkpoint.step, checkpoint.meetings))
+
+    def _check_trained(self, folder: Path, fields: Fields) -> None:
+        """Refuse a checkpoint of another model: frameworks load what fits, and fail, or train on, with the rest."""
+        count, digest = fields.optional("trained", Fields.integer), fields.optional("trained_names", Fields.text)
+        if self._trained is None or count is None or digest == self._trained.digest:
+            return
+        raise ConfigError(
+            f"{folder} was saved while {count} parameters with other names were trained, and this model trains "
+            f"{self._trained.count}; give another folder for another model, or {self._files.start_over}"
+        )
 
     def _mark(self, folder: Path, step: int, meetings: int) -> None:
         """Flush all files to the disk, then write the marker."""
         for path in self._files.files(folder):
             sync(path)
         place = {"cell": self._state.cell, "cells": self._state.cells, "ranks": self._state.cell_size}
-        write_whole(folder / MARKER, json.dumps({"step": step, "meetings": meetings, **place}) + "\n")
+        trained = self._trained
+        names = {} if trained is None else {"trained": trained.count, "trained_names": trained.digest}
+        write_whole(folder / MARKER, json.dumps({"step": step, "meetings": meetings, **place, **names}) + "\n")
 
     def _unmark(self, kept: Collection[Path]) -> None:
         """Let no checkpoint count as whole but those in these folders."""
@@ -226,6 +268,10 @@ class CellCheckpoints:
     def _tell(self, whole: Iterable[WholeCheckpoint]) -> None:
         """Tell the other cells after how many rounds this one has whole checkpoints."""
         self._notes.write("checkpoints", _meetings_text(whole))
+
+
+def _say(text: str) -> None:
+    print(f"xffl: {text}", file=sys.stderr, flush=True)
 
 
 def _meetings_text(whole: Iterable[WholeCheckpoint]) -> str:

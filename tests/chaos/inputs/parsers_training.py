@@ -160,8 +160,8 @@ def read_codec(content: bytes, folder: Path) -> None:
 
 def own_checkpoints(folder: Path) -> CellCheckpoints:
     """Return the checkpoints that a Trainer has saved in the folder, with nothing in them but what federate adds."""
-    state: Any = SimpleNamespace(cell=0, cells=1, cell_rank=0, cell_size=1)
-    return CellCheckpoints(TrainerFiles(folder, None), state, LoneNotes())
+    state: Any = SimpleNamespace(cell=0, cells=1, cell_rank=0, cell_size=1, is_first_of_job=False)
+    return CellCheckpoints(TrainerFiles(folder, None), state, LoneNotes(), ["weight"])
 
 
 def marker_examples(folder: Path) -> list[bytes]:

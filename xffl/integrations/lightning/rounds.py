@@ -21,7 +21,7 @@ from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.several_worlds.cell_notes import open_notes
 from xffl.errors import ConfigError, StateError
 from xffl.integrations.cells import check_cells
-from xffl.integrations.checkpoints import CellCheckpoints, WholeCheckpoint
+from xffl.integrations.checkpoints import CellCheckpoints, WholeCheckpoint, trained_names
 from xffl.integrations.lightning.cell_rounds import CellRounds
 from xffl.integrations.lightning.lightning_files import LightningFiles
 from xffl.integrations.lightning.places import folder_in
@@ -155,7 +155,7 @@ class FederatedRounds(Callback):  # type: ignore[misc]
         callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
         folders = [_take_folder(callback, trainer, state.cell) for callback in callbacks]
         files = LightningFiles(folders, trainer.strategy.remove_checkpoint)
-        checkpoints = CellCheckpoints(files, state, notes)
+        checkpoints = CellCheckpoints(files, state, notes, trained_names(pl_module))
         is_shifted, names = shifts_labels(pl_module), label_names(pl_module)
         count = find_count(self._weight, state.cell_rank, is_shifted=is_shifted, names=names)
         counted = self._weight if isinstance(self._weight, str) else "a number"

@@ -14,7 +14,7 @@ from xffl.distributed.several_worlds.cell_notes import open_notes
 from xffl.errors import ConfigError, StateError
 from xffl.extras import optional_import
 from xffl.integrations.cells import check_cells
-from xffl.integrations.checkpoints import CellCheckpoints
+from xffl.integrations.checkpoints import CellCheckpoints, trained_names
 from xffl.integrations.dealing import deal_out
 from xffl.integrations.transformers.refusals import check_arguments, check_loader
 from xffl.integrations.transformers.trainer_files import TrainerFiles
@@ -155,7 +155,8 @@ def _train_in_rounds(trainer: Any, rounds: TrainerRounds, kept: int | None, argu
         if trial is not None:
             raise ConfigError("a federated Trainer does not know hyperparameter_search; start a job for each setting")
         notes = open_notes(rounds.state, "trainer")
-        checkpoints = CellCheckpoints(TrainerFiles(Path(trainer.args.output_dir), kept), rounds.state, notes)
+        files = TrainerFiles(Path(trainer.args.output_dir), kept)
+        checkpoints = CellCheckpoints(files, rounds.state, notes, trained_names(trainer.model))
         folder = rounds.begin(checkpoints, notes, arguments, starts_over=resume_from_checkpoint is False)
         try:
             return train(resume_from_checkpoint=folder, **kwargs)
