@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tests.cluster.conftest import Mpi
 
 DOCTOR = [sys.executable, "-m", "xffl", "doctor", "--json"]
-QUICK = [*DOCTOR, "--skip-torch", "--timeout", "4"]
+QUICK = [*DOCTOR, "--timeout", "4"]
 PORT = 41873
 """Where the ranks meet on hosts that nobody else uses; below the ports that Linux hands out there."""
 
@@ -140,7 +140,7 @@ def test_two_hosts_that_are_well(two_hosts: Hosts, tmp_path: Path) -> None:
     told = on_hosts(two_hosts, [*DOCTOR, "--federated", "1,1", "--shared", str(tmp_path)], {"XFFL_IFNAME": "eth0"})
     assert told.exit_code == 0 and told.wrong() == set(), told.report
     assert told.report["hosts"] == ["a1", "b1"] and told.report["ranks"] == 2
-    for check in ("meeting", "interface", "versions", "clock", "names", "ports", "shared folder", "torch", "cells"):
+    for check in ("meeting", "interface", "versions", "clock", "ports", "shared folder", "torch", "cells"):
         assert told.statuses(check) == {"ok"}, (check, told.find(check))
     (added,) = told.find("all-reduce")
     # 4 MiB cross a link of 200 Mbit/s, 24 MiB/s, from each to the other.
@@ -212,7 +212,7 @@ def test_an_elastic_run_is_reached_from_one_host_and_not_from_the_other(two_host
             assert told.statuses(check) == {"ok"}, (check, told.report)
         with closed(two_hosts, "b1", "32768-60999", "prohibit"):
             told = on_hosts(two_hosts, words, {"XFFL_IFNAME": "eth0"}, port=20317)
-        assert told.exit_code == 1 and told.wrong() == {"ports", "stores"}, told.report
+        assert told.exit_code == 1 and told.wrong() == {"ports", "stores", "all-reduce"}, told.report
         (finding,) = told.find("stores")
         assert finding["host"] == "b1" and f"that of cell 0 at {ADDRESSES['a1']}:" in finding["text"], finding
         with closed(two_hosts, "b1", "29510", "blackhole"):
@@ -231,7 +231,7 @@ def test_an_elastic_run_is_reached_from_one_host_and_not_from_the_other(two_host
 def test_a_closed_store(two_hosts: Hosts) -> None:
     """The ports that Linux hands out are closed from one side: the all-reduce names both hosts."""
     with closed(two_hosts, "b1", "32768-60999", "prohibit"):
-        told = on_hosts(two_hosts, [*DOCTOR, "--timeout", "4"], {"XFFL_IFNAME": "eth0"}, port=20317)
+        told = on_hosts(two_hosts, QUICK, {"XFFL_IFNAME": "eth0"}, port=20317)
     assert told.exit_code == 1 and told.wrong() == {"ports", "all-reduce"}
     (finding,) = told.find("all-reduce")
     assert "a1 and b1" in finding["text"] and ADDRESSES["a1"] in finding["text"], finding
@@ -240,25 +240,21 @@ def test_a_closed_store(two_hosts: Hosts) -> None:
 def test_no_mpi_runtime(openmpi: Mpi) -> None:
     environ = {name: text for name, text in openmpi.environ.items() if name != "MPI4PY_MPIABI"}
     environ["MPI4PY_LIBMPI"] = "/nowhere/libmpi.so"
-    started = ask([*openmpi.command(2), *QUICK], environ)
+    started = ask([*openmpi.command(2), *QUICK, "--skip-torch"], environ)
     assert started.exit_code == 1 and "launcher" in started.wrong() and started.seconds < 30
     assert "mpi4py cannot be loaded" in started.find("launcher")[0]["text"]
 
 
-def test_a_closed_port(two_hosts: Hosts) -> None:
-    with closed(two_hosts, "b1", "20000-31999", "prohibit"):
+def test_closed_ports_and_dropped_packets(two_hosts: Hosts) -> None:
+    """Each host's own way, and not the ports of the other range."""
+    range_ = "20000-31999"
+    with closed(two_hosts, "b1", range_, "prohibit"), closed(two_hosts, "a1", range_, "blackhole"):
         told = on_hosts(two_hosts, QUICK, {"XFFL_IFNAME": "eth0"})
-    assert told.exit_code == 1 and told.wrong() == {"ports"}
-    (finding,) = told.find("ports")
-    # From b1 only, and not at the ports of the other range.
-    assert finding["host"] == "b1" and finding["text"].count(ADDRESSES["a1"]) == 1
-    assert "20000-31999" in finding["advice"]
-
-
-def test_dropped_packets(two_hosts: Hosts) -> None:
-    with closed(two_hosts, "a1", "20000-31999", "blackhole"):
-        told = on_hosts(two_hosts, QUICK, {"XFFL_IFNAME": "eth0"})
-    assert told.wrong() == {"ports"} and told.find("ports")[0]["host"] == "a1" and told.seconds < 30
+    assert told.exit_code == 1 and told.wrong() == {"ports"} and told.seconds < 60, told.report
+    found = {finding["host"]: finding for finding in told.find("ports")}
+    for host, other in (("a1", "b1"), ("b1", "a1")):
+        assert found[host]["text"].count(ADDRESSES[other]) == 1 and range_ in found[host]["advice"]
+    assert found["a1"]["text"].endswith("no answer: packets are dropped")
 
 
 def test_a_closed_rendezvous(two_hosts: Hosts) -> None:
@@ -268,21 +264,22 @@ def test_a_closed_rendezvous(two_hosts: Hosts) -> None:
     assert first is not None and other is not None
     assert first.exit_code == other.exit_code == 1
     assert "rank 1 did not connect" in first.find("meeting")[0]["text"]
-    assert f"{ADDRESSES['a1']}:{PORT}" in other.find("meeting")[0]["text"] and first.seconds < 30  # 4 are waited
+    assert f"{ADDRESSES['a1']}:{PORT}" in other.find("meeting")[0]["text"] and first.seconds < 60
 
 
-@pytest.mark.parametrize("name, word", [("eth7", "no such interface"), ("lo", "loopback")])
-def test_a_wrong_interface(name: str, word: str, two_hosts: Hosts) -> None:
-    told = on_hosts(two_hosts, QUICK, {"XFFL_IFNAME": name})
+def test_a_wrong_interface(two_hosts: Hosts) -> None:
+    told = on_hosts(two_hosts, QUICK, {"XFFL_IFNAME": "eth7"})
     assert told.exit_code == 1 and "interface" in told.wrong()
     (finding,) = told.find("interface")
-    assert finding["host"] == "both hosts" and word in finding["text"] and "eth0" in finding["advice"]
+    assert finding["host"] == "both hosts" and "no such interface" in finding["text"] and "eth0" in finding["advice"]
 
 
 def test_a_wrong_interface_on_one_host(two_hosts: Hosts) -> None:
     own = {"a1": {"XFFL_IFNAME": "eth0"}, "b1": {"XFFL_IFNAME": "ib0"}}
     told = on_hosts(two_hosts, QUICK, own=own)
-    assert told.wrong() == {"interface"} and "XFFL_IFNAME (eth0, ib0)" in told.find("environment")[0]["text"]
+    assert (
+        told.wrong() == {"interface", "all-reduce"} and "XFFL_IFNAME (eth0, ib0)" in told.find("environment")[0]["text"]
+    )
     assert {finding["host"] for finding in told.find("interface") if finding["status"] == "error"} == {"b1"}
 
 
@@ -302,30 +299,22 @@ def test_a_missing_shared_folder(two_hosts: Hosts, tmp_path: Path) -> None:
 
 
 def test_a_clock_that_is_ahead(slurm: dict[str, str], on_one_node: list[str], faketime: Path) -> None:
-    planted = {"PLANTED": f"LD_PRELOAD={faketime} FAKETIME=+30s"}
+    planted = {"PLANTED": f"LD_PRELOAD={faketime} FAKETIME=+30s FAKETIME_DONT_FAKE_MONOTONIC=1"}
     told = ask([*EXECUTE, *on_one_node, *QUICK], {**slurm, **planted})
     assert told.exit_code == 1 and told.wrong() == {"clock"}
     (finding,) = told.find("clock")
     assert finding["host"] == "b1" and float(finding["text"].split()[0]) == pytest.approx(30, abs=0.1)
 
 
-def test_other_versions_on_one_host(slurm: dict[str, str], on_one_node: list[str], tmp_path: Path) -> None:
-    planted = tmp_path / "torch-2.99.1.dist-info"
-    planted.mkdir()
-    (planted / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.99.1\n")
-    path = f"PYTHONPATH={tmp_path}:{slurm['PYTHONPATH']}"
-    told = ask([*EXECUTE, *on_one_node, *QUICK], {**slurm, "PLANTED": path})
-    assert told.exit_code == 0 and told.wrong() == set()
-    (finding,) = told.find("runtimes")
-    title, head, *rows = finding["text"].splitlines()
-    assert title == "may differ between cells:" and head.split() == ["hosts", "torch"]
-    assert [row.split()[0] for row in rows] == ["a1", "b1"] and rows[1].split()[1] == "2.99.1"
-
-
-def test_another_exchange_format_on_one_host(slurm: dict[str, str], on_one_node: list[str], tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text("import xffl.costs\nxffl.costs.EXCHANGE_FORMAT += 1\n")
+def test_another_version_on_one_host(slurm: dict[str, str], on_one_node: list[str], tmp_path: Path) -> None:
+    planted = "import xffl, xffl.costs\nxffl.costs.EXCHANGE_FORMAT += 1\nxffl.__version__ = '9.9.9'\n"
+    (tmp_path / "sitecustomize.py").write_text(planted)
     path = f"PYTHONPATH={tmp_path}:{slurm['PYTHONPATH']}"
     told = ask([*EXECUTE, *on_one_node, *QUICK], {**slurm, "PLANTED": path})
     assert told.exit_code == 1 and told.wrong() == {"versions"}
     (finding,) = told.find("versions")
     assert finding["text"] == f"exchange format differs: {EXCHANGE_FORMAT} on a1; {EXCHANGE_FORMAT + 1} on b1"
+    (finding,) = told.find("runtimes")
+    title, head, *rows = finding["text"].splitlines()
+    assert title == "may differ between cells:" and head.split() == ["hosts", "xffl"]
+    assert [row.split()[0] for row in rows] == ["a1", "b1"] and rows[1].split()[1] == "9.9.9"

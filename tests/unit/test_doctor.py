@@ -6,14 +6,11 @@ import configparser
 import json
 import os
 import re
-import signal
 import socket
 import struct
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib import metadata
@@ -24,32 +21,24 @@ import pytest
 
 from tests.ports import free_port
 from xffl.cli.doctor import _text
-from xffl.cluster.doctor import probe
+from xffl.cluster.doctor import member as member_module
 from xffl.cluster.doctor.compare import (
-    Examination,
-    Peer,
-    Report,
+    Survey,
     compare_clocks,
     compare_environments,
     compare_folders,
     compare_links,
-    compare_names,
     compare_pairs,
     compare_ports,
     compare_runtimes,
     compare_versions,
     merge,
-    partners,
 )
 from xffl.cluster.doctor.examine import examine
-from xffl.cluster.doctor.lines import Line, Program
+from xffl.cluster.doctor.member import _outlive
+from xffl.cluster.doctor.messages import ERROR, OK, WARNING, Answer, Finding, Member, Place, Plan, Report
 from xffl.cluster.doctor.probe import (
-    ERROR,
-    OK,
     REQUIRED,
-    WARNING,
-    Finding,
-    HostChecks,
     Request,
     check_gpus,
     check_interfaces,
@@ -57,19 +46,20 @@ from xffl.cluster.doctor.probe import (
     check_packages,
     check_threads,
     check_torch,
+    examine_host,
     find_physical,
     find_versions,
     nccl_of,
+    partners,
     rank_facts,
-    take_part,
-    try_hosts,
+    try_others,
     visit_folder,
 )
 from xffl.cluster.network import Interface
 from xffl.cluster.runtimes import Runtime
+from xffl.cluster.slurm.allocation import Host
 
 ROOT = Path(__file__).resolve().parents[2]
-WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from xffl.cli.main import main; sys.exit(main(sys.argv[1:]))"
 
 
 def statuses(findings: list[Finding]) -> list[str]:
@@ -84,21 +74,34 @@ def program(folder: Path, name: str, script: str) -> None:
 # The command ----------------------------------------------------------------------------------------------------------
 
 
-def doctor(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run it in a process that cannot import torch, with no program on its path but what is given."""
+@pytest.fixture(scope="module")
+def broken_torch(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return a PYTHONPATH by which no process can import torch."""
+    folder = tmp_path_factory.mktemp("broken")
+    (folder / "torch.py").write_text("raise ImportError('libtorch.so: undefined symbol')\n")
+    return f"{folder}:{ROOT}"
+
+
+def start(*words: str, **variables: str) -> subprocess.Popen[str]:
+    """Start it with no program on its path but what is given."""
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": "", **variables}
-    return subprocess.run(
-        [sys.executable, "-c", WITHOUT_TORCH, "doctor", *words],
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=50,
-        check=False,
-    )
+    command, pipe = [sys.executable, "-m", "xffl", "doctor", *words], subprocess.PIPE
+    return subprocess.Popen(command, env=environ, stdout=pipe, stderr=pipe, text=True)
 
 
-def test_alone_without_torch_and_without_slurm(tmp_path: Path) -> None:
-    ran = doctor("--json", "--skip-torch", "--shared", str(tmp_path))
+def doctor(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    with start(*words, **variables) as process:
+        output, errors = process.communicate(timeout=50)
+    return subprocess.CompletedProcess(words, process.returncode, output, errors)
+
+
+def findings_of(output: str) -> dict[str, dict[str, str]]:
+    """Return the findings that it printed as JSON, one for each check."""
+    return {finding["check"]: finding for finding in json.loads(output)["findings"]}
+
+
+def test_alone_without_torch_and_without_slurm(tmp_path: Path, broken_torch: str) -> None:
+    ran = doctor("--json", "--skip-torch", "--shared", str(tmp_path), PYTHONPATH=broken_torch)
     told = json.loads(ran.stdout)
     assert ran.returncode == told["exit_code"] == 0, ran.stdout
     found = {finding["check"]: finding for finding in told["findings"]}
@@ -307,39 +310,34 @@ def test_gpus(tmp_path: Path) -> None:
 # Between hosts --------------------------------------------------------------------------------------------------------
 
 
-def host(name: str, address: str | None, ports: list[int], *addresses: str) -> dict[str, Any]:
-    return {"name": name, "address": address, "ports": ports, "addresses": list(addresses)}
+def place(name: str, ports: list[int], address: str = "127.0.0.1") -> Place:
+    return Place(number=0, name=name, address=address, ports=ports)
 
 
-def test_hosts_connect_and_tell_why_they_cannot() -> None:
-    checks = HostChecks(Request(with_torch=False, timeout_s=2.0), {})
-    try:
-        ports = checks.probe(2, 2)["ports"]
-        assert 20000 <= ports[0] <= 31999 and len(ports) == 2
-        for _ in range(50):  # peers that reset the connection do not end the listener
-            with socket.create_connection(("127.0.0.1", ports[1])) as rude:
-                rude.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        with socket.create_server(("127.0.0.1", 0)) as unused:
-            refused = unused.getsockname()[1]
-        hosts = {"good": host("good", "127.0.0.1", ports), "shut": host("shut", "127.0.0.1", [refused])}
-        found = try_hosts(hosts, 2.0)
-    finally:
-        checks.close()
-    assert found["tried"] == 3 and found["failures"] == [["shut", refused, "Connection refused"]]
-    (told,) = compare_ports({**hosts, "me": host("me", "127.0.0.1", [])}, {"me": found})
-    assert told.status == ERROR and told.host == "me" and "shut (127.0.0.1:" in told.text
-    assert compare_ports(hosts, {"good": {"failures": [], "tried": 2}})[0].status == OK
+def plan(token: str, *hosts: Place) -> Plan:
+    return Plan(token=token, hosts=list(hosts), pairs=[])
 
 
-def test_names_that_do_not_resolve_or_lead_elsewhere() -> None:
-    hosts = {"a": host("a", "1.1.1.1", [], "1.1.1.1"), "b": host("b", "1.1.1.2", [], "1.1.1.2", "127.0.0.1")}
-    good = {"names": {"b": ["1.1.1.2"]}}
-    assert statuses(compare_names(hosts, {"a": good, "b": {"names": {"a": ["1.1.1.1"]}}})) == [OK]
-    found = compare_names(hosts, {"a": good, "b": {"names": {"a": []}}})
-    assert [(f.status, f.host) for f in found] == [(WARNING, "b")] and "a not found" in found[0].text
-    (found_,) = compare_names(hosts, {"a": {"names": {"b": ["9.9.9.9"]}}})
-    assert found_.status == WARNING and "b is 9.9.9.9, none of its 1.1.1.2" in found_.text
-    assert compare_names({"a": hosts["a"], "b": {**hosts["b"], "name": "a"}}, {})[0].status == OK
+def test_hosts_connect_and_tell_why_they_cannot(tmp_path: Path) -> None:
+    request = Request(shared=str(tmp_path), with_torch=False, timeout_s=2.0)
+    report, _, listeners = examine_host(request, {}, 1, 2)
+    ports = report["ports"]
+    assert 20000 <= ports[0] <= 31999 and len(ports) == 2
+    assert {str(listener.getsockname()[0]) for listener in listeners} == {"127.0.0.1"}  # of one host
+    for _ in range(50):  # peers that reset the connection do not end the listener
+        with socket.create_connection(("127.0.0.1", ports[1])) as rude:
+            rude.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        refused = unused.getsockname()[1]
+    hosts = [place("me", []), place("good", ports), place("shut", [refused])]
+    answer = try_others(replace(request, timeout_s=0.2), plan("0123abcd", *hosts), 0)
+    for listener in listeners:
+        listener.close()
+    assert answer["tried"] == 3 and answer["failures"] == [("shut", refused, "Connection refused")]
+    by_name = {host["name"]: host for host in hosts}
+    (found,) = compare_ports(by_name, {"me": answer})
+    assert found.status == ERROR and found.host == "me" and "shut (127.0.0.1:" in found.text
+    assert compare_ports(by_name, {"me": {**answer, "failures": []}})[0].status == OK
 
 
 def test_large_jobs_try_a_few_hosts_that_join_all() -> None:
@@ -389,29 +387,6 @@ def test_what_may_differ_between_cells() -> None:
         assert (found.status, found.text.splitlines()) == (OK, ["may differ between cells:", *table])
     (found,) = compare_runtimes(hosts, {"a1": {0}, "a2": {1}, "b1": {1}})
     assert (found.status, found.text.splitlines()) == (WARNING, ["differ inside cell 1:", *table])
-
-
-@pytest.mark.parametrize("federated, status", [((1, 1), OK), ((2,), WARNING)])
-def test_the_report_has_a_table_of_what_differs(federated: tuple[int, ...], status: str, tmp_path: Path) -> None:
-    class Older(Checks):
-        def probe(self, machines: int, ranks: int) -> dict[str, Any]:
-            found = super().probe(machines, ranks)
-            return {**found, "torch": {**found["torch"], "torch": "2.11.0"}}
-
-    request = Request(shared=str(tmp_path), with_torch=False, timeout_s=5.0, federated=federated)
-    checks = [Checks(request), Older(request)]
-    report = Examination(request, [peer("a", 0, checks[0]), peer("b", 1, checks[1])], 2).run()
-    for each in checks:
-        each.close()
-    (found,) = [finding for finding in report.findings if finding.check == "runtimes"]
-    assert found.status == status and report.exit_code == 0
-    lines = _text(report).splitlines()
-    first = next(number for number, line in enumerate(lines) if "runtimes" in line)
-    assert [line.split() for line in lines[first + 1 : first + 4]] == [
-        ["hosts", "torch"],
-        ["a", metadata.version("torch")],
-        ["b", "2.11.0"],
-    ]
 
 
 def test_cells_that_do_not_speak_one_nccl() -> None:
@@ -476,98 +451,53 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     assert statuses(compare_folders("/s", {"a": answer}, is_named=False)) == [WARNING]
 
 
-# The examination ------------------------------------------------------------------------------------------------------
+# The survey -----------------------------------------------------------------------------------------------------------
+
+ANSWER = Answer(
+    folder={"seen_s": 0.1, "torn": 0, "error": None, "free": 2**40, "kind": "nfs", "unseen": []},
+    failures=[],
+    tried=1,
+    pairs={"0-1.0": {"seconds": 0.1, "mib": 4.0}, "0-1.1": {"seconds": 0.1, "mib": 4.0}},
+    run=None,
+)
 
 
-class Checks(HostChecks):
-    """The checks of a pretended host: something happens before its probe, or its torch is silent after it."""
-
-    def __init__(self, request: Request, before: Callable[[], None] = lambda: None, *, is_silent: bool = False) -> None:
-        super().__init__(request, {})
-        self._before, self._is_silent = before, is_silent
-
-    def probe(self, machines: int, ranks: int) -> dict[str, Any]:
-        self._before()
-        found = super().probe(machines, ranks)
-        if self._is_silent:
-            assert self._torch is not None
-            os.kill(self._torch.process.pid, signal.SIGSTOP)
-        return found
+def member(name: str, number: int, **runtime: str) -> Member:
+    """Return what a rank on a host of its own tells."""
+    facts = rank_facts({}, [number], number, 1)
+    report, *_ = examine_host(Request(), {"PATH": ""}, 1, 1)
+    report["runtime"] = replace(report["runtime"], **runtime)
+    return {**facts, "host": Host(name), "report": report}
 
 
-def peer(name: str, number: int, checks: HostChecks) -> Peer:
-    facts = {**rank_facts({}), "host": {"name": name, "switches": []}, "rank": number}
-    own, other = map(Line, socket.socketpair())
-    threading.Thread(target=take_part, args=(other, facts, checks), daemon=True).start()
-    return Peer(own, [own.receive(5.0)], "127.0.0.1")
+@pytest.mark.parametrize("federated, status", [((1, 1), OK), ((2,), WARNING)])
+def test_the_report_has_a_table_of_what_differs(federated: tuple[int, ...], status: str) -> None:
+    members = {0: member("a", 0), 1: member("b", 1, torch="2.11.0")}
+    survey = Survey(Request(federated=federated), members, 2, answers={0: ANSWER, 1: ANSWER}, clocks={1: (0.0, 0.1)})
+    report = survey.report(survey.plan())
+    (found,) = [finding for finding in report.findings if finding.check == "runtimes"]
+    assert found.status == status and report.exit_code == 0, report
+    lines = _text(report).splitlines()
+    first = next(number for number, line in enumerate(lines) if "runtimes" in line)
+    assert [line.split() for line in lines[first + 1 : first + 4]] == [
+        ["hosts", "torch"],
+        ["a", metadata.version("torch")],
+        ["b", "2.11.0"],
+    ]
 
 
-def examine_two(tmp_path: Path, before: Callable[[], None], **options: Any) -> Report:
-    """Examine a host that is well and one that does something before its probe."""
-    request = Request(shared=str(tmp_path), with_torch=False, timeout_s=2.0, **options)
-    checks = [Checks(request), Checks(request, before)]
-    try:
-        return Examination(request, [peer("a", 0, checks[0]), peer("b", 1, checks[1])], 2).run()
-    finally:
-        for each in checks:
-            each.close()
-
-
-def test_an_error_of_a_host_is_told_and_the_others_go_on(tmp_path: Path) -> None:
-    def forbidden() -> None:
-        raise OSError(24, "Too many open files")
-
-    report = examine_two(tmp_path, forbidden, federated=1)
-    wrong = [finding for finding in report.findings if finding.status == ERROR]
-    assert [(finding.check, finding.host) for finding in wrong] == [("host", "b")], wrong
-    assert "Too many open files" in wrong[0].text
-    assert {finding.check for finding in report.findings} >= {"packages", "threads", "shared folder", "cells"}
-
-
-def test_a_host_that_is_silent_or_goes_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xffl.cluster.doctor.compare._PROBE_S", -46.0)
-    over = threading.Event()
-
-    def silent() -> None:
-        over.wait(120)
-        raise OSError("the test is over")  # its thread must not look at what belongs to the next test
-
-    started = time.monotonic()
-    report = examine_two(tmp_path, silent)
-    over.set()
-    (lost,) = [finding for finding in report.findings if finding.status == ERROR]
-    assert lost.host == "b" and "did not answer in time" in lost.text and time.monotonic() - started < 60
-
-
-def test_a_clock_that_is_ahead_is_measured(tmp_path: Path) -> None:
-    class Ahead:
-        """The line to a host whose clock is a hundred seconds ahead, and slow."""
-
-        def __init__(self, line: Line) -> None:
-            self._line = line
-
-        def receive(self, timeout_s: float) -> dict[str, Any]:
-            message = self._line.receive(timeout_s)
-            time.sleep(0.01)
-            return {**message, "time": message["time"] + 100} if "time" in message else message
-
-        def send(self, message: dict[str, Any]) -> None:
-            time.sleep(0.01)
-            self._line.send(message)
-
-    request = Request(shared=str(tmp_path), with_torch=False, timeout_s=5.0)
-    checks = [Checks(request), Checks(request)]
-    peers = [peer("a", 0, checks[0]), peer("b", 1, checks[1])]
-    peers[1].line = Ahead(peers[1].line)  # type: ignore[assignment]
-    try:
-        report = Examination(request, peers, 2).run()
-    finally:
-        for each in checks:
-            each.close()
-    (found,) = [finding for finding in report.findings if finding.check == "clock"]
-    assert found.status == ERROR and found.host == "b"
-    ahead, doubt = re.findall(r"[0-9.]+(?= s)", found.text)
-    assert abs(float(ahead) - 100) <= float(doubt) + 0.01 < 1
+def test_a_host_that_fails_and_ranks_that_are_missing_are_told() -> None:
+    members = {0: member("a", 0), 1: member("b", 1), 3: member("b", 3)}
+    survey = Survey(
+        Request(federated=(2, 3)), members, 5, failures={1: "lost: it did not answer in time", 2: "nonsense"}
+    )
+    plan = survey.plan()
+    assert [host["name"] for host in plan["hosts"]] == ["a", "b#2"]
+    survey.answers[0] = ANSWER
+    findings = {(finding.check, finding.host): finding for finding in survey.report(plan).findings}
+    assert findings["host", "b#1"].text == "lost: it did not answer in time" and ("host", "rank 2") in findings
+    assert findings["cells", ""].text == "not checked, since 2 of 5 ranks are missing"
+    assert findings["all-reduce", ""].text == "a and b#2: b#2: no answer"
 
 
 def test_ranks_that_differ_in_a_secret() -> None:
@@ -575,19 +505,10 @@ def test_ranks_that_differ_in_a_secret() -> None:
         {"XFFL_TRACKING__TOKEN": "hush-1", "XFFL_KEY": "hush-3", "XFFL_IFNAME": "eth0", "NCCL_DEBUG": "INFO"},
         {"XFFL_TRACKING__TOKEN": "hush-2", "XFFL_IFNAME": "ib0", "NCCL_DEBUG": "INFO"},
     ]
-    told = [rank_facts(environ) for environ in environs]
-    assert "hush" not in json.dumps(told)
+    told = [rank_facts(environ, [0], 0, 1) for environ in environs]
+    assert "hush" not in str(told)
     (found,) = compare_environments(told)
     assert found.text.endswith("XFFL_TRACKING__TOKEN (differs), XFFL_KEY (set, unset), XFFL_IFNAME (eth0, ib0)")
-
-
-def test_cells_are_not_dropped_in_silence(tmp_path: Path) -> None:
-    request = Request(shared=str(tmp_path), with_torch=False, timeout_s=2.0, federated=(1, 2))
-    checks = Checks(request)
-    report = Examination(request, [peer("a", 0, checks)], 3).run()
-    checks.close()
-    (found,) = [finding for finding in report.findings if finding.check == "cells"]
-    assert found.status == WARNING and "2 of 3 ranks are missing" in found.text
 
 
 def test_cells_of_a_job_from_its_batch_script(tmp_path: Path) -> None:
@@ -607,77 +528,92 @@ def test_cells_of_a_job_from_its_batch_script(tmp_path: Path) -> None:
         assert found.status == status and word in found.text, found
 
 
+def ranks_on_hosts(*ranks: dict[str, str]) -> list[dict[str, str]]:
+    """Return variables by which ranks take this machine for several hosts, named a, b and so on."""
+    job = {
+        "WORLD_SIZE": str(len(ranks)),
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "GROUP_WORLD_SIZE": str(len(ranks)),
+    }
+    job |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "XFFL_IFNAME": "lo"}
+    own = ({"RANK": str(at), "GROUP_RANK": str(at), "XFFL_HOST": "abcdefgh"[at]} for at in range(len(ranks)))
+    return [{**job, **place, **rank} for place, rank in zip(own, ranks, strict=True)]
+
+
+def test_hosts_that_meet_and_those_that_do_not(tmp_path: Path, broken_torch: str) -> None:
+    """Rank 1 has another version of xffl, rank 2 a torch that is broken; a stranger connects to rank 0."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import xffl, xffl.costs\nxffl.costs.EXCHANGE_FORMAT += 1\nxffl.__version__ += '.9'\n"
+    )
+    variables = ranks_on_hosts({}, {"PYTHONPATH": f"{tmp_path}:{ROOT}"}, {"PYTHONPATH": broken_torch})
+    (shared := tmp_path / "shared").mkdir()
+    words = ("--json", "--timeout", "5", "--shared", str(shared), "--federated", "1,1,1")
+    running = [start(*words, **each) for each in variables]
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            stranger = socket.create_connection(("127.0.0.1", int(variables[0]["MASTER_PORT"])))
+            break
+        except OSError:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    with stranger:
+        stranger.sendall(b'GET / HTTP/1.1\r\n\r\n{"rank": 1, "world_size": 7}\n')
+        ended = [process.communicate(timeout=100) for process in running]
+    assert [process.returncode for process in running] == [1, 0, 1], ended
+    assert ended[1][0] == "" and json.loads(ended[0][0])["hosts"] == ["a", "b"]
+    found = findings_of(ended[0][0])
+    assert "rank 2 did not connect to 127.0.0.1:" in found["meeting"]["text"]
+    assert found["versions"]["text"].startswith("exchange format differs: ")
+    assert "xffl" in found["runtimes"]["text"] and "1 of 3 ranks are missing" in found["cells"]["text"]
+    assert {found[check]["status"] for check in ("clock", "ports", "shared folder", "all-reduce", "torch")} == {OK}, (
+        found
+    )
+    assert found["all-reduce"]["text"].startswith("1 pair of 2 over gloo, ")
+    other = findings_of(ended[2][0])
+    assert "undefined symbol" in other["torch"]["text"] and other["torch"]["host"] == "c"
+    assert {"packages", "interface", "shared folder"} <= other.keys() and not list(shared.iterdir())
+
+
 def test_rank_0_that_is_not_there_or_cannot_listen(tmp_path: Path) -> None:
-    port = free_port()
-    job = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "2"}
-    job |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    words = ("--json", "--skip-torch", "--timeout", "0.3", "--shared", str(tmp_path))
+    variables = ranks_on_hosts({}, {})
+    words = ("--json", "--timeout", "0.3", "--shared", str(tmp_path))
+    port = int(variables[0]["MASTER_PORT"])
     with socket.create_server(("", port)):
-        first = doctor(*words, RANK="0", GROUP_RANK="0", **job)
-    other = doctor(*words, RANK="1", GROUP_RANK="1", **job)
+        first = doctor(*words, **variables[0])
+    other = doctor(*words, **variables[1])
     for ran, word in ((first, f"cannot listen at port {port}"), (other, f"rank 0 at 127.0.0.1:{port} (Connection ref")):
-        report = json.loads(ran.stdout)
-        (found,) = [finding for finding in report["findings"] if finding["check"] == "meeting"]
-        assert ran.returncode == 1 and word in found["text"], found
-        assert {"packages", "interface"} <= {finding["check"] for finding in report["findings"]}
+        found = findings_of(ran.stdout)
+        assert ran.returncode == 1 and word in found["meeting"]["text"], found
+        assert {"packages", "interface", "torch"} <= found.keys()
 
 
-def test_strangers_at_the_meeting_are_sent_away(tmp_path: Path) -> None:
-    port = free_port()
-    job = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "2", "WORLD_SIZE": "2"}
-    job |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    words = ("--json", "--skip-torch", "--shared", str(tmp_path))
-    with ThreadPoolExecutor() as pool:
-        first = pool.submit(doctor, *words, RANK="0", GROUP_RANK="0", **job)
-        deadline = time.monotonic() + 30
-        while True:
-            try:
-                strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(2)]
-                break
-            except OSError:
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
-        strangers[0].sendall(b'GET / HTTP/1.1\r\n\r\n{"rank": 1, "world_size": 7}\n')
-        second = pool.submit(doctor, *words, RANK="1", GROUP_RANK="1", **job)
-        ran = first.result()
-    for stranger in strangers:
-        stranger.close()
-    (found,) = [finding for finding in json.loads(ran.stdout)["findings"] if finding["check"] == "meeting"]
-    assert found["status"] == OK and second.result().returncode == 0, found
+def test_hosts_are_not_compared_without_torch(tmp_path: Path) -> None:
+    (first, _) = ranks_on_hosts({}, {})
+    ran = doctor("--json", "--skip-torch", "--shared", str(tmp_path), **first)
+    assert findings_of(ran.stdout)["meeting"]["status"] == WARNING and json.loads(ran.stdout)["hosts"] == ["a"]
 
 
 # torch ----------------------------------------------------------------------------------------------------------------
 
 
-def test_silent_partners_do_not_spoil_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first would lend its store to the others, the last would come to theirs."""
-    monkeypatch.setattr(probe, "_SLACK_S", 0.5)
-    request = Request(shared=str(tmp_path), timeout_s=3.0)
-    checks = [Checks(request, is_silent=number in (0, 3)) for number in range(4)]
-    try:
-        report = Examination(request, [peer("abcd"[at], at, checks[at]) for at in range(4)], 4).run()
-    finally:
-        for each in checks:
-            each.close()
-    found = [(finding.status, finding.text) for finding in report.findings if finding.check == "all-reduce"]
-    assert found[:2] == [
-        (ERROR, "a and b, c, d: a: it did not answer in time"),
-        (ERROR, "d and b, c: d: it did not answer in time"),
-    ], report.findings
-    assert len(found) == 3 and found[2][0] == OK and found[2][1].startswith("1 pair of 4"), found
+def test_a_torch_that_aborts_is_told_beside_the_rest(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("import os\nos.abort()\n")
+    ran = doctor("--json", "--shared", str(tmp_path), PYTHONPATH=f"{tmp_path}:{ROOT}")
+    found = findings_of(ran.stdout)
+    assert ran.returncode == 1 and found["torch"]["text"] == "torch cannot be loaded: exit code -6"
+    assert found["packages"]["status"] == found["shared folder"]["status"] == OK and "all-reduce" not in found
 
 
-def test_a_torch_that_cannot_be_loaded_or_hangs(tmp_path: Path) -> None:
-    for script, word in (
-        ("raise ImportError('libtorch.so: undefined symbol')", "undefined symbol"),
-        ("import os; os.abort()", "exit code -6"),
-        ("import time; time.sleep(60)", "did not answer in time"),
-    ):
-        process = Program([sys.executable, "-c", script], os.environ)
-        with pytest.raises(OSError, match=word) as caught:
-            process.receive(0.5 if "sleep" in script else 20.0)
-        process.close()
-        assert check_torch({"error": str(caught.value)}, 0, {}).status == ERROR
+@pytest.mark.parametrize(("says", "is_loaded"), [(b"", False), (b"x", True)])
+def test_a_torch_that_hangs_is_not_waited_for(says: bytes, is_loaded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(member_module, "PATIENCE_S", 0.2)
+    reader, writer = os.pipe()
+    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], pass_fds=[writer])
+    os.write(writer, says)
+    os.close(writer)
+    assert _outlive(sleeper.pid, reader, 0.2) == ("it did not answer in time", is_loaded)
 
 
 @pytest.mark.parametrize(

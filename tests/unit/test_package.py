@@ -153,6 +153,7 @@ def test_arithmetic_command_line_and_plan_do_without_torch() -> None:
 
 def test_rooms_without_torch_load_none() -> None:
     modules = [name for name in MODULES if name.split(".")[1] in (*WITHOUT_TORCH, "cli", "jobs")]
+    modules.remove("xffl.cluster.doctor.exchange")  # only a child of the doctor loads it
     code = f"import importlib\nfor name in {modules!r}: importlib.import_module(name)\nprint(len(sys.modules))"
     assert int(run_without(("torch", "matplotlib", "mpi4py"), code)) > len(modules)
 
@@ -377,7 +378,6 @@ READ_WITHOUT_LIMIT = {
         "exports: self.read()",
         "view: self.read()",
         "workflow: asked.plan.read()",
-        "torch_pair: sys.stdin.readline()",  # from the process that has started this one
     },
     "files of the package": {
         "probe: file.read_bytes()",

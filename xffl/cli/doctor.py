@@ -13,7 +13,7 @@ from xffl.checks import number, one_of
 from xffl.cli.main import command_parser
 
 if TYPE_CHECKING:
-    from xffl.cluster.doctor.compare import Report
+    from xffl.cluster.doctor.messages import Report
 
 __all__ = ["build_parser", "run"]
 
@@ -48,7 +48,7 @@ def build_parser() -> ArgumentParser:
     elastic = "check an elastic run, too: address of its lighthouse, http://HOST:PORT, or file:PATH with it"
     parser.add_argument("--elastic", type=str, metavar="URL", help=elastic)
     parser.add_argument("--timeout", type=float, default=15.0, metavar="SECONDS", help="longest wait for another host")
-    parser.add_argument("--skip-torch", action="store_true", help="skip the checks that import torch")
+    parser.add_argument("--skip-torch", action="store_true", help="check each host alone, without torch")
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
@@ -90,7 +90,7 @@ def run(options: Namespace) -> int:
 
 
 def _text(report: Report) -> str:
-    from xffl.cluster.doctor.probe import ERROR, OK, WARNING
+    from xffl.cluster.doctor.messages import ERROR, OK, WARNING
 
     lines = []
     for finding in report.findings:

@@ -1,15 +1,12 @@
-"""What processes read from a socket, or from another host's program: the doctor's lines, and those of ssh's agent."""
+"""What processes read from a socket, or from another host's program: messages of the doctor and of ssh's agent."""
 
 from __future__ import annotations
 
 import json
-import socket
-from pathlib import Path
 
 from tests.chaos.inputs.parser import Parser
-from tests.unit.test_doctor_exchange import ANSWER, ASKED, PROBE, hello
-from xffl.cluster.doctor.lines import Line
-from xffl.cluster.doctor.messages import read_answer, read_facts, read_hello, read_probe, read_request, read_time
+from tests.unit.test_doctor_exchange import ANSWER, MEMBER, PLAN
+from xffl.cluster.doctor.messages import Answer, Member, Plan, read
 from xffl.cluster.launch.ssh import read_event
 
 RUN = {
@@ -36,47 +33,14 @@ def encoded(*messages: object) -> list[bytes]:
     return [json.dumps(message).encode() for message in messages]
 
 
-def received(content: bytes) -> object:
-    """Return the message of a line, as it comes through a socket; what is none is no fault of the reader."""
-    own, other = socket.socketpair()
-    line = Line(own)
-    try:
-        other.setblocking(False)
-        other.send(content.replace(b"\n", b" ") + b"\n")  # what does not fit is left out: half a line
-        other.close()
-        return line.receive(5.0)
-    except OSError:
-        return {}
-    finally:
-        line.close()
-
-
-def read_line_of_rank(content: bytes, folder: Path) -> object:
-    message = received(content)
-    read_facts(message)
-    return read_hello(message, 3)
-
-
-def read_answers(content: bytes, folder: Path) -> object:
-    message = received(content)
-    if isinstance(message, dict) and "time" in message:
-        return read_time(message)
-    return read_answer(message, ASKED) if isinstance(message, dict) and "names" in message else read_probe(message)
-
-
 PARSERS = (
-    Parser("doctor: lines of ranks", "json", lambda folder: [hello(1).strip(), hello(2).strip()], read_line_of_rank),
+    Parser("doctor: members", "json", lambda folder: encoded(MEMBER), lambda content, folder: read(Member, content)),
+    Parser("doctor: plans", "json", lambda folder: encoded(PLAN), lambda content, folder: read(Plan, content)),
     Parser(
-        "doctor: answers of hosts",
+        "doctor: answers",
         "json",
-        lambda folder: encoded(PROBE, {**PROBE, "run": RUN}, ANSWER, {"time": 1.5}, {"failed": "no file is left"}),
-        read_answers,
-    ),
-    Parser(
-        "doctor: requests of rank 0",
-        "json",
-        lambda folder: encoded(ASKED, {"machines": 2, "ranks": 4}),
-        lambda content, folder: read_request(received(content)),
+        lambda folder: encoded(ANSWER, {**ANSWER, "run": RUN}),
+        lambda content, folder: read(Answer, content),
     ),
     Parser("ssh: lines of hosts", "lines", lambda folder: list(EVENTS), lambda content, folder: read_event(content)),
 )

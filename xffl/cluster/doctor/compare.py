@@ -1,43 +1,47 @@
-"""The examination of a job: its hosts are asked twice, and their answers compared. All verdicts on several hosts."""
+"""What the answers of the hosts of a job say when they are compared. All verdicts on several hosts."""
 
 from __future__ import annotations
 
-import os
 import secrets
-import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from xffl.checks import group, shorten
 from xffl.cluster.cells import sizes_of_ranks
 from xffl.cluster.doctor import probe
-from xffl.cluster.doctor.lines import Line, Message
-from xffl.cluster.doctor.messages import explain, read_answer, read_probe, read_time
-from xffl.cluster.doctor.probe import ERROR, OK, WARNING, Finding, Request
-from xffl.cluster.lighthouse.page import CellStatus
-from xffl.cluster.network import SLURM_PORTS
+from xffl.cluster.doctor.messages import (
+    ERROR,
+    OK,
+    WARNING,
+    Answer,
+    Finding,
+    HostReport,
+    Member,
+    PairResult,
+    Place,
+    Plan,
+    Report,
+    Run,
+)
+from xffl.cluster.doctor.probe import Request
+from xffl.cluster.network import LOOPBACK, SLURM_PORTS
 from xffl.cluster.runtimes import Runtime, group_by_runtime, runtime_table
 from xffl.cluster.sizes import Federation
 from xffl.cluster.slurm.allocation import Host
-from xffl.errors import ConfigError, XfflError
+from xffl.errors import XfflError
 from xffl.topology import Topology
 
-__all__ = ["Examination", "Peer", "Report", "check_cells", "ephemeral_ports", "merge"]
+__all__ = ["Survey", "check_cells", "ephemeral_ports", "merge"]
 
-_PROBE_S = 90.0  # for a host's checks of itself, beside torch: four programs of 20 s each
-_FOLDER_S = 10.0
-_SLACK_S = 30.0
-_TABLE = ("name", "address", "ports")  # what a host needs to know of another one
 _CLOCK_WARNING_S = 0.1  # from here on the order of events in the logs of different hosts is in doubt
 _CLOCK_ERROR_S = 5.0  # the newest of several files is not the last one written; soon munge and ssh refuse each other
 _LEAST_FREE = 2**30
 _SLOW_FOLDER_S = 2.0
 _SLOW_MIB_S = 5.0  # a slower pair gets a warning: 40 Mbit/s, at which 1 GiB takes more than three minutes
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
-_ALL_PAIRS = 64  # hosts or cells up to which each one is paired with every other
 _TOKEN_ADVICE = "give the same one to all cells, and to the doctor: XFFL_TOKEN_FILE, or XFFL_TOKEN"
 _FORMAT_ADVICE = "run versions of xffl that have one exchange format in all cells"
 _SAME_ADVICE = "use the same environment on all hosts: a shared one, or one container image"
@@ -50,37 +54,6 @@ _VERDICTS = {  # of what elastic.visit_run says of a cell's token
     "no proof": (WARNING, "no proof of a token: another version of xffl"),
 }
 _MAY_DIFFER = ("python", "xffl", "torch")  # versions of which compare_runtimes tells
-
-
-# The report -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Report:
-    """All findings about the hosts of a job."""
-
-    findings: tuple[Finding, ...]
-    hosts: tuple[str, ...] = ()  # the hosts that were checked
-    ranks: int = 1
-
-    @property
-    def exit_code(self) -> int:
-        """1 if there is an error, else 0."""
-        return int(self.count(ERROR) > 0)
-
-    def count(self, status: str) -> int:
-        """Count the findings of a status."""
-        return sum(finding.status == status for finding in self.findings)
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the report as ``xffl doctor --json`` prints it."""
-        return {
-            "hosts": list(self.hosts),
-            "ranks": self.ranks,
-            "findings": [asdict(finding) for finding in self.findings],
-            "counts": {status: self.count(status) for status in (OK, WARNING, ERROR)},
-            "exit_code": self.exit_code,
-        }
 
 
 def merge(findings: Iterable[Finding], hosts: Sequence[str]) -> tuple[Finding, ...]:
@@ -97,7 +70,7 @@ def merge(findings: Iterable[Finding], hosts: Sequence[str]) -> tuple[Finding, .
 # Comparisons ----------------------------------------------------------------------------------------------------------
 
 
-def compare_environments(ranks: Sequence[Mapping[str, Any]]) -> list[Finding]:
+def compare_environments(ranks: Sequence[Member]) -> list[Finding]:
     """Tell which variables the ranks do not have in common; values that may be secret are not shown."""
     differing = []
     for name in dict.fromkeys(name for rank in ranks for name in rank["environ"]):
@@ -126,14 +99,6 @@ def compare_versions(versions: Mapping[str, Mapping[str, str]]) -> list[Finding]
             status, advice = (ERROR, _FORMAT_ADVICE) if name == probe.FORMAT else (WARNING, _SAME_ADVICE)
             findings.append(Finding("versions", status, f"{name} differs: {shown}", advice))
     return findings or [Finding("versions", OK, f"{alike} packages are the same on {len(versions)} hosts")]
-
-
-def describe_runtime(versions: Mapping[str, str], report: Mapping[str, Any]) -> Runtime:
-    """Return what this host runs: what a process said about its torch, or versions alone where it said nothing."""
-    known = {name: str(report[name]) for name in ("processor", "torch", "cuda") if name in report}
-    if "nccl" in report:
-        known["nccl"] = ".".join(map(str, report["nccl"] or ())) or "none"
-    return Runtime(**{"torch": versions["torch"], **known}, xffl=versions["xffl"], python=versions["python"])
 
 
 def compare_runtimes(runtimes: Mapping[str, Runtime], cells: Mapping[str, Collection[int]]) -> list[Finding]:
@@ -169,28 +134,7 @@ def compare_clocks(clocks: Mapping[str, tuple[float, float]]) -> list[Finding]:
     return findings or [Finding("clock", OK, f"{len(clocks)} hosts differ by {1000 * most:.1f} ms at most")]
 
 
-def compare_names(hosts: Mapping[str, Mapping[str, Any]], answers: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
-    """Tell whose names do not resolve where, or to another host."""
-    if len({host["name"] for host in hosts.values()}) < len(hosts):
-        return [Finding("names", OK, "several nodes have the same name: one machine, or the names are not set")]
-    findings = []
-    for name, answer in answers.items():
-        unknown = [other for other, addresses in answer["names"].items() if not addresses]
-        wrong = [
-            f"{other} is {addresses[0]}, none of its {', '.join(hosts[other]['addresses'])}"
-            for other, addresses in answer["names"].items()
-            if addresses and not set(addresses) & set(hosts[other]["addresses"])
-        ]
-        texts = [f"{shorten(unknown)} not found"] if unknown else []
-        texts += [shorten(wrong, 3)] if wrong else []
-        if texts:
-            advice = "add the hosts to /etc/hosts or DNS; until then set XFFL_IFNAME, and MASTER_ADDR (or "
-            advice += "XFFL_CONTROL_IFNAME under mpirun) to an address"
-            findings.append(Finding("names", status=WARNING, text="; ".join(texts), advice=advice, host=name))
-    return findings or [Finding("names", OK, f"the names of {len(hosts)} hosts resolve on each other")]
-
-
-def compare_ports(hosts: Mapping[str, Mapping[str, Any]], answers: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
+def compare_ports(hosts: Mapping[str, Place], answers: Mapping[str, Answer]) -> list[Finding]:
     """Tell which hosts cannot connect to which."""
     findings = []
     first, last = ephemeral_ports()
@@ -198,7 +142,7 @@ def compare_ports(hosts: Mapping[str, Mapping[str, Any]], answers: Mapping[str, 
     advice = f"open {ranges} between the compute nodes, or name the interface that joins them with XFFL_IFNAME"
     for name, answer in answers.items():
         failures = [
-            (why, f"{hosts[key]['name']} ({hosts[key]['address']}:{port})") for key, port, why in answer["failures"]
+            (why, f"{key} ({hosts[key]['address']}:{port})") for key, port, why in answer["failures"] if key in hosts
         ]
         for reason, peers in group(failures).items():
             text = f"cannot connect to {shorten(peers, 4)}: {reason}"
@@ -223,7 +167,7 @@ def compare_folders(path: str, answers: Mapping[str, Mapping[str, Any]], *, is_n
         elif answer["torn"]:
             text = f"{answer['torn']} of {probe.FOLDER_TURNS} reads saw half a file while it was replaced"
             hint = "renames are not atomic there: keep checkpoints on another file system"
-        elif answer["seen_s"] > _SLOW_FOLDER_S:
+        elif (answer["seen_s"] or 0.0) > _SLOW_FOLDER_S:
             status, text = WARNING, f"a new file is seen after {answer['seen_s']:.1f} s"
             hint = "the file system caches names for long: expect checkpoints to be found late"
         elif answer["free"] < _LEAST_FREE:
@@ -244,16 +188,7 @@ def compare_folders(path: str, answers: Mapping[str, Mapping[str, Any]], *, is_n
     return [Finding("shared folder", OK, f"{path} ({kinds}){where}, renames are atomic, {free:.1f} GiB free")]
 
 
-def partners(number: int, count: int) -> list[int]:
-    """Return the numbers of those that one of many is paired with: all, from 65 on at distances 1, 2, 4, ..."""
-    if count <= _ALL_PAIRS:
-        return [other for other in range(count) if other != number]
-    return [(number + 2**power) % count for power in range((count - 1).bit_length())]
-
-
-def compare_pairs(
-    units: Sequence[str], results: Mapping[tuple[int, int], Sequence[Mapping[str, Any]]]
-) -> list[Finding]:
+def compare_pairs(units: Sequence[str], results: Mapping[tuple[int, int], Sequence[PairResult]]) -> list[Finding]:
     """Judge the all-reduces of pairs of ``units``; both sides gave an ``error``, or ``seconds`` and ``mib``."""
     rates: dict[tuple[int, int], float] = {}
     failed: dict[tuple[int, int], str] = {}
@@ -306,7 +241,7 @@ def compare_links(units: Sequence[tuple[str, str]], nccl: Mapping[str, str | Non
     return [Finding("links", WARNING, f"GPUs do not speak one NCCL: {text}", advice)]
 
 
-def compare_runs(url: str, views: Mapping[str, Message]) -> list[Finding]:
+def compare_runs(url: str, views: Mapping[str, Run]) -> list[Finding]:
     """Judge what the hosts see of an elastic run."""
     advice = "start it (xffl lighthouse), correct --elastic, or open its port to this host"
     findings = [
@@ -314,11 +249,11 @@ def compare_runs(url: str, views: Mapping[str, Message]) -> list[Finding]:
         for host, one in views.items()
         if "error" in one
     ]
-    views = {host: view for host, view in views.items() if "error" not in view}
+    views = {host: view for host, view in views.items() if {"cells", "meeting", "stores"} <= view.keys()}
     if not views:
         return findings
     first = next(iter(views.values()))
-    cells = [CellStatus(**cell) for cell in first["cells"]]
+    cells = first["cells"]
     if not findings:
         known = f"knows {_cells(cell.life for cell in cells)}" if cells else "knows no cell yet"
         last = "no meeting so far" if first["meeting"] is None else f"the last meeting was number {first['meeting']}"
@@ -337,30 +272,30 @@ def compare_runs(url: str, views: Mapping[str, Message]) -> list[Finding]:
     return [*findings, *_judge_stores(views), *_judge_tokens(views)]
 
 
-def _judge_stores(views: Mapping[str, Message]) -> list[Finding]:
+def _judge_stores(views: Mapping[str, Run]) -> list[Finding]:
     """Tell from which hosts the ranks of a new epoch could not meet at the store of one of its cells."""
     findings: list[Finding] = []
     first, last = ephemeral_ports()
     advice = f"open ports {first}-{last} between the hosts of all cells, or name the interface that joins them "
     advice += "(XFFL_IFNAME) in that cell's job; if its process hangs, end it"
     for host, view in views.items():
-        addresses = {cell["life"]: cell["store"] for cell in view["cells"]}
+        addresses = {cell.life: cell.store for cell in view["cells"]}
         for life, reason in view["stores"].items():
             if reason is not None:
-                text = f"that of {_cells([life])} at {addresses[life]} cannot be used: {reason}"
+                text = f"that of {_cells([life])} at {addresses.get(life)} cannot be used: {reason}"
                 findings.append(Finding("stores", status=ERROR, text=text, advice=advice, host=host))
     lives = dict.fromkeys(life for view in views.values() for life in view["stores"])
     return findings or ([Finding("stores", OK, f"those of {_cells(lives)} answer")] if lives else [])
 
 
-def _judge_tokens(views: Mapping[str, Message]) -> list[Finding]:
+def _judge_tokens(views: Mapping[str, Run]) -> list[Finding]:
     """Tell which cells run with another token than a host has."""
     findings = []
     for host, view in views.items():
         if "token_error" in view:
             findings.append(Finding("token", status=ERROR, text=view["token_error"], advice=_TOKEN_ADVICE, host=host))
         for verdict, lives in group((verdict, life) for life, verdict in view.get("tokens", {}).items()).items():
-            status, text = _VERDICTS[verdict]
+            status, text = _VERDICTS.get(verdict, _VERDICTS["no proof"])
             where = "" if status == OK else host
             findings.append(
                 Finding("token", status=status, text=f"{_cells(lives)}: {text}", advice=_TOKEN_ADVICE, host=where)
@@ -374,171 +309,148 @@ def _cells(lives: Iterable[str]) -> str:
     return f"{'cell' if len(numbers) == 1 else 'cells'} {shorten(numbers, 8)}"
 
 
-# The examination ------------------------------------------------------------------------------------------------------
+# The survey -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass
-class Peer:
-    """A host that answers."""
+class Survey:
+    """What the programs of a job have told, by their numbers, and what follows; that of rank 0 is the first.
 
-    line: Line
-    ranks: list[Message]  # facts of its ranks
-    address: str | None = None  # where its connection came from
-
-
-@dataclass
-class Examination:
-    """All checks of the hosts that answer, in their order. The first host is that of rank 0."""
+    The first program of each host speaks for it.
+    """
 
     request: Request
-    peers: Sequence[Peer]
+    members: Mapping[int, Member]
     world_size: int
+    with_pairs: bool = True  # whether hosts have torch
     findings: list[Finding] = field(default_factory=list)  # what is known before
+    clocks: dict[int, tuple[float, float]] = field(default_factory=dict)  # ahead of rank 0's, and the error's bound
+    answers: dict[int, Answer] = field(default_factory=dict)
+    failures: dict[int, str] = field(default_factory=dict)  # what is wrong with a program's messages
 
     def __post_init__(self) -> None:
-        named = [str(peer.ranks[0]["host"]["name"]) for peer in self.peers]
-        names = [f"{name}#{at}" if named.count(name) > 1 else name for at, name in enumerate(named)]
-        self._hosts = dict(zip(names, self.peers, strict=True))
-        self._cells: dict[str, set[int]] = {}  # by host, the cells that have ranks there, once they are placed
-        self._clocks: dict[str, tuple[float, float]] = {}  # how far each is ahead of this one, and the error's bound
-        self._failures: dict[str, Finding] = {}  # by host, why it is not asked any more
-
-    def run(self) -> Report:
-        """Ask all hosts and compare their answers."""
-        findings = [*self.findings, *compare_environments([rank for peer in self.peers for rank in peer.ranks])]
-        machines = len({peer.ranks[0]["machine"] for peer in self.peers})
-        request = {"machines": machines, "ranks": self.world_size}
-        limit_s = _PROBE_S + probe.import_limit_s(self.request.timeout_s)
-        if self.request.elastic is not None:
-            limit_s += 4 * self.request.timeout_s + _SLACK_S  # its page, its stores, and their keys
-        probes = self._ask(dict.fromkeys(self._hosts, request), limit_s, lambda answer, _: read_probe(answer))
-        for name, answer in probes.items():
-            findings += [replace(Finding(**each), host=name) for each in answer["findings"]]
-            answer["name"] = self._hosts[name].ranks[0]["host"]["name"]
-            # Without a name or an interface that works, a host is at least known by where its connection came from.
-            answer["address"] = answer["address"] or self._hosts[name].address or "127.0.0.1"
-        if len(probes) > 1:
-            findings += compare_versions({name: answer["versions"] for name, answer in probes.items()})
-            findings += compare_clocks(self._clocks) if next(iter(self._hosts)) in self._clocks else []
-        findings += [replace(probe.check_threads(peer.ranks), host=name) for name, peer in self._hosts.items()]
-        units, cells = self._place_units(list(probes))
-        runtimes = {
-            name: describe_runtime(answer["versions"], answer.get("torch", {})) for name, answer in probes.items()
+        heads: dict[int, int] = {}  # by node
+        for number, member in self.members.items():
+            if member["report"] is not None:
+                heads.setdefault(member["node"], number)
+        names = [self.members[number]["host"].name for number in heads.values()]
+        self.hosts = {
+            number: f"{name}#{at}" if names.count(name) > 1 else name
+            for at, (number, name) in enumerate(zip(heads.values(), names, strict=True))
         }
-        findings += [*compare_runtimes(runtimes, self._cells), *cells]
+        """The names of the hosts, by the number of the program that speaks for each."""
+        members = [member for member in self.members.values() if member["node"] in heads]
+        ranks = {rank: member for member in members for rank in member["ranks"]}
+        self._ranks = [(self.hosts[heads[ranks[rank]["node"]]], ranks[rank]) for rank in sorted(ranks)]
+        self.missing = [rank for rank in range(self.world_size) if rank not in ranks]
+        """The ranks that have told nothing."""
+        self._cells: dict[str, set[int]] = {}  # by host, the cells that have ranks there
+        self._of_cells: list[Finding] = []
+        self._units: list[tuple[str, str]] = []  # what is paired, cells or hosts, each with its host
+
+    def report_of(self, number: int) -> HostReport:
+        """Return what a host has found of itself."""
+        report = self.members[number]["report"]
+        assert report is not None
+        return report
+
+    def plan(self) -> Plan:
+        """Return what the hosts that have answered so far are to try of each other; once."""
+        tried = {number: name for number, name in self.hosts.items() if number not in self.failures}
+        places = {name: at for at, name in enumerate(tried.values())}
+        self._units = self._place_units(list(places))
+        both = set[tuple[int, int]]()
+        for low in range(len(self._units) if self.with_pairs else 0):
+            both |= {(min(low, high), max(low, high)) for high in probe.partners(low, len(self._units))}
+        return Plan(
+            token=secrets.token_hex(4),
+            hosts=[
+                Place(
+                    number=number,
+                    name=name,
+                    address=self.report_of(number)["address"] or LOOPBACK,
+                    ports=self.report_of(number)["ports"],
+                )
+                for number, name in tried.items()
+            ],
+            pairs=[
+                (low, high, places[self._units[low][1]], places[self._units[high][1]]) for low, high in sorted(both)
+            ],
+        )
+
+    def report(self, plan: Plan) -> Report:
+        """Compare what the hosts have told, and have found by a plan."""
+        names = tuple(self.hosts.values())
+        reports = {name: self.report_of(number) for number, name in self.hosts.items()}
+        findings = [*self.findings, *compare_environments([member for _, member in self._ranks])]
+        findings += [replace(each, host=name) for name, report in reports.items() for each in report["findings"]]
+        if len(names) > 1:
+            findings += compare_versions({name: report["versions"] for name, report in reports.items()})
+            clocks = {self.hosts[number]: clock for number, clock in self.clocks.items()}
+            findings += compare_clocks({names[0]: (0.0, 0.0), **clocks})
+        for name in names:
+            ranks = [member for host, member in self._ranks if host == name]
+            if ranks and ranks[0]["local_size"] in (None, len(ranks)):
+                findings.append(replace(probe.check_threads(ranks), host=name))
+        findings += compare_runtimes({name: report["runtime"] for name, report in reports.items()}, self._cells)
+        findings += self._of_cells
         if self.request.elastic is None:  # else cells have gloo between them
-            findings += compare_links(units, {name: answer.get("nccl") for name, answer in probes.items()})
-        findings += self._meet(probes, units, with_names=machines > 1)
-        if self.request.elastic is not None:
-            runs = {name: answer["run"] for name, answer in probes.items() if answer["run"] is not None}
-            findings += compare_runs(self.request.elastic, runs)
-        findings += self._failures.values()
-        names = tuple(self._hosts)
+            findings += compare_links(self._units, {name: report["nccl"] for name, report in reports.items()})
+        findings += self._compare_answers(plan)
+        advice = "repair what is named here on that host, and run the doctor again"
+        findings += [
+            Finding("host", status=ERROR, text=text, advice=advice, host=self.hosts.get(number, f"rank {number}"))
+            for number, text in self.failures.items()
+        ]
         if len(names) == 1:
             findings = [replace(finding, host=finding.host or names[0]) for finding in findings]
         return Report(merge(findings, names), names, self.world_size)
 
-    def _meet(
-        self, probes: Mapping[str, Message], units: Sequence[tuple[str, str]], *, with_names: bool
-    ) -> list[Finding]:
-        """Let the hosts check what they find of each other, with an all-reduce of each pair of units."""
-        names, wait_s = list(probes), min(_FOLDER_S, self.request.timeout_s)
-        path = os.path.abspath(self.request.shared or os.curdir)
-        folder = {"path": path, "token": secrets.token_hex(4), "hosts": len(names), "patience_s": wait_s}
-        both = {(min(low, high), max(low, high)) for low in range(len(units)) for high in partners(low, len(units))}
-        # A host without a store has a finding about its torch already.
-        pairs = sorted(pair for pair in both if all(probes[units[at][1]]["store"] for at in pair))
-        tasks: dict[str, list[tuple[tuple[int, int], int]]] = {name: [] for name in names}
-        for pair in pairs:
-            for rank in range(2):
-                tasks[units[pair[rank]][1]].append((pair, rank))
-        requests: dict[str, Message] = {}
-        for number, name in enumerate(names):
-            stores = [(pair, rank, probes[units[pair[0]][1]]) for pair, rank in tasks[name]]
-            others = {names[at]: probes[names[at]] for at in partners(number, len(names))}
-            requests[name] = {
-                "hosts": {other: {key: answer[key] for key in _TABLE} for other, answer in others.items()},
-                "folder": {**folder, "host": number},
-                "pairs": [[str(pair), rank, lender["address"], lender["store"]] for pair, rank, lender in stores],
-            }
-        most = max(map(len, tasks.values()), default=0)
-        limit_s = self.request.timeout_s * (2 + most // probe.THREADS) + 2 * wait_s + _SLACK_S
-        answers = self._ask(requests, limit_s, read_answer)
-        findings = compare_names(probes, answers) if with_names and len(names) > 1 else []
-        findings += compare_ports(probes, answers) if len(names) > 1 else []
-        folders = {name: answer["folder"] for name, answer in answers.items()}
-        for seen in folders.values():
-            seen["unseen"] = [names[number] for number in seen["unseen"]]
-        findings += compare_folders(path, folders, is_named=self.request.shared is not None)
-        results: dict[tuple[int, int], list[Message]] = {
-            pair: [{"error": f"{units[at][0]}: no answer", "is_silent": True} for at in pair] for pair in pairs
+    def _compare_answers(self, plan: Plan) -> list[Finding]:
+        hosts = {host["name"]: host for host in plan["hosts"]}
+        names = list(hosts)
+        answers = {self.hosts[number]: answer for number, answer in self.answers.items()}
+        findings = compare_ports(hosts, answers) if len(hosts) > 1 else []
+        folders: dict[str, dict[str, Any]] = {
+            name: {**answer["folder"], "unseen": [names[at] for at in answer["folder"]["unseen"] if at < len(names)]}
+            for name, answer in answers.items()
         }
-        for name, answer in answers.items():
-            for (pair, rank), half in zip(tasks[name], answer["pairs"], strict=True):
-                if "error" in half:
-                    half["error"] = f"{units[pair[rank]][0]}: {half['error']}"
-                results[pair][rank] = half
-        return findings + compare_pairs([name for name, _ in units], results)
+        path = probe.shared_folder(self.request)
+        findings += compare_folders(path, folders, is_named=self.request.shared is not None)
+        results: dict[tuple[int, int], list[PairResult]] = {}
+        for low, high, *_ in plan["pairs"]:
+            for rank, (unit, host) in enumerate((self._units[low], self._units[high])):
+                silent: PairResult = {"error": "no answer", "is_silent": True}
+                half = answers[host]["pairs"].get(f"{low}-{high}.{rank}", silent) if host in answers else silent
+                half = {**half, "error": f"{unit}: {half['error']}"} if "error" in half else half
+                results.setdefault((low, high), []).append(half)
+        findings += compare_pairs([name for name, _ in self._units], results)
+        if self.request.elastic is not None:
+            runs = {name: answer["run"] for name, answer in answers.items() if answer["run"] is not None}
+            findings += compare_runs(self.request.elastic, runs)
+        return findings
 
-    def _place_units(self, hosts: Sequence[str]) -> tuple[list[tuple[str, str]], list[Finding]]:
-        """Return what is paired, cells or hosts, each with its host, and the finding about cells."""
+    def _place_units(self, hosts: Sequence[str]) -> list[tuple[str, str]]:
+        """Return what is paired, cells or hosts, each with its host; see whether the cells fit the ranks."""
         units = [(name, name) for name in hosts]
         if len(units) == 1:
             units = [(f"{name} (rank {rank})", name) for rank, name in enumerate([*hosts, *hosts])]
         if self.request.federated is None:
-            return units, []
-        ranks = [(rank, name) for name, peer in self._hosts.items() for rank in peer.ranks]
-        ranks.sort(key=lambda item: int(item[0]["rank"]))
-        if len(ranks) < self.world_size:
-            text = f"not checked, since {self.world_size - len(ranks)} of {self.world_size} ranks are missing"
-            return units, [Finding("cells", WARNING, text, "see the lines on meeting and ssh")]
-        hosts_of_ranks = [Host(**{**rank["host"], "switches": tuple(rank["host"]["switches"])}) for rank, _ in ranks]
+            return units
+        if self.missing:
+            text = f"not checked, since {len(self.missing)} of {self.world_size} ranks are missing"
+            self._of_cells.append(Finding("cells", WARNING, text, "see the lines on meeting and ssh"))
+            return units
+        hosts_of_ranks = [member["host"] for _, member in self._ranks]
         topology, finding = check_cells(self.request.federated, self.request.federated_by, hosts_of_ranks)
+        self._of_cells.append(finding)
         if topology is None:
-            return units, [finding]
-        for rank, (_, name) in enumerate(ranks):
+            return units
+        for rank, (name, _) in enumerate(self._ranks):
             self._cells.setdefault(name, set()).add(topology.cell_of(rank))
-        firsts = [ranks[topology.federation(cell)[0]][1] for cell in range(topology.cells)]
+        firsts = [self._ranks[topology.federation(cell)[0]][0] for cell in range(topology.cells)]
         cells = [(f"cell {cell} ({name})", name) for cell, name in enumerate(firsts) if name in hosts]
-        return (cells if len(cells) > 1 else units), [finding]
-
-    def _ask(
-        self, requests: Mapping[str, Message], timeout_s: float, read: Callable[[Message, Message], Message]
-    ) -> dict[str, Message]:
-        """Return the answers to requests; that a host gives none becomes a finding, and it is not asked any more.
-
-        What it has sent is read together with the request.
-        """
-        answers: dict[str, Message] = {}
-        for name in [name for name in requests if name not in self._failures]:
-            line, sent, started = self._hosts[name].line, time.time(), time.monotonic()
-            try:
-                line.send(requests[name])
-                if "machines" in requests[name]:
-                    # It tells its time in the middle of a round trip, so half the trip bounds the error.
-                    clock = read_time(line.receive(self.request.timeout_s))
-                    half = (time.monotonic() - started) / 2
-                    self._clocks[name] = clock - (sent + half), half
-            except OSError as error:
-                self._fail(name, f"lost: {error}")
-            except ConfigError as error:
-                self._fail(name, explain(error))
-        deadline = time.monotonic() + timeout_s
-        for name in [name for name in requests if name not in self._failures]:
-            try:
-                told_at_last = self._hosts[name].line.receive(deadline - time.monotonic())
-                answers[name] = read(told_at_last, requests[name])
-            except OSError as error:
-                self._fail(name, f"lost: {error}")
-            except ConfigError as error:
-                self._fail(name, explain(error))
-        for name in [name for name, answer in answers.items() if "failed" in answer]:
-            self._fail(name, f"the check failed: {answers.pop(name)['failed']}")
-        return answers
-
-    def _fail(self, name: str, text: str) -> None:
-        advice = "repair what is named here on that host, and run the doctor again"
-        self._failures[name] = Finding("host", status=ERROR, text=text, advice=advice, host=name)
+        return cells if len(cells) > 1 else units
 
 
 def check_cells(federated: Federation, by: str, ranks: Sequence[Host]) -> tuple[Topology | None, Finding]:

@@ -1,7 +1,6 @@
-"""Probe of one host: what it finds of itself, then of the other hosts. It answers rank 0 with lines of JSON.
+"""Checks of one host: what it finds of itself, then of the other hosts. Nothing here needs torch.
 
-Each check returns a :class:`Finding`. Programs get a time limit, and what may abort a process that loads it (an MPI
-library, torch) is loaded in a child.
+Each check returns a :class:`~xffl.cluster.doctor.messages.Finding`. Programs get a time limit.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import platform
 import re
 import resource
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -20,47 +18,37 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import xffl
-from xffl.checks import decimal
-from xffl.cluster.doctor.lines import Line, Message, Program
-from xffl.cluster.doctor.messages import read_request
+from xffl.checks import decimal, shown
+from xffl.cluster.doctor.messages import (
+    ERROR,
+    OK,
+    WARNING,
+    Answer,
+    Finding,
+    FolderAnswer,
+    HostReport,
+    Member,
+    Plan,
+)
 from xffl.cluster.hosts import resolve
-from xffl.cluster.launch.ssh_agent import free_port, refusal
-from xffl.cluster.lighthouse.page import visit_run
-from xffl.cluster.network import LOOPBACK, Interface, host_identity, list_interfaces
+from xffl.cluster.launch.ssh_agent import free_port
+from xffl.cluster.network import LOOPBACK, Interface, list_interfaces
 from xffl.cluster.reaching import connection_error
-from xffl.cluster.run_token import PROOF_KEY
+from xffl.cluster.runtimes import Runtime
 from xffl.cluster.sizes import Federation
 from xffl.cluster.slurm.allocation import own_host
 from xffl.costs import EXCHANGE_FORMAT
+from xffl.errors import ConfigError
 from xffl.files import write_whole
+from xffl.reading import COUNT_LIMIT
 
-__all__ = [
-    "ERROR",
-    "FORMAT",
-    "OK",
-    "WARNING",
-    "Finding",
-    "HostChecks",
-    "Request",
-    "answer_requests",
-    "import_limit_s",
-    "main",
-    "take_part",
-]
-
-OK = "ok"
-"""Nothing to do."""
-WARNING = "warning"
-"""The job may run, but not as well as it could."""
-ERROR = "error"
-"""The job will fail, or compute wrongly."""
+__all__ = ["FORMAT", "Request", "examine_host", "partners", "rank_facts", "try_others"]
 
 REQUIRED = {"torch": (2, 11), "numpy": (1, 24), "mpi4py": (4, 0), "PyYAML": (), "jsonargparse": (4, 49), "rich": (13,)}
 """The packages that xffl needs and their lowest versions, as in ``setup.cfg``."""
@@ -85,26 +73,15 @@ _COMPARED = ("XFFL_", "NCCL_", "GLOO_", "TORCH_")
 _SHOWN = ("NCCL_", "GLOO_")
 _SHOWN_ALSO = ("XFFL_IFNAME", "XFFL_CONTROL_IFNAME", "XFFL_FEDERATED", "XFFL_HSDP")
 
-_PATIENCE_S = 900  # how long a host waits for the next request, if rank 0's host disappears without closing
 _CONNECT_S = 5.0
-THREADS = 16  # pairs at a time, as in torch_pair
-_SLACK_S = 5.0
+THREADS = 16
+"""How many hosts, pairs of hosts, or stores of cells a host tries at a time."""
+FOLDER_S = 10.0
+"""How long hosts wait for each other in the shared folder, unless ``--timeout`` is less."""
 FOLDER_TURNS = 40  # how often a file is replaced while others read it
 _PAGE = 4096
-
-
-@dataclass(frozen=True)
-class Finding:
-    """The verdict of one check on one host, or on all."""
-
-    check: str  # name of the check, such as clock
-    status: str  # ok, warning or error
-    text: str
-    advice: str = ""  # what to do about it; of what is ok it is dropped
-    host: str = ""  # where it was found; empty for what concerns all hosts
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "advice", "" if self.status == OK else self.advice)
+_TOKEN = re.compile(r"[0-9a-f]{8}")
+_ALL_PAIRS = 64  # hosts or cells up to which each one is paired with every other
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,23 +230,22 @@ def check_limits(world_size: int, files: tuple[int, int] | None = None) -> list[
     return [*findings, Finding("/dev/shm", OK if free >= _LEAST_SHM else WARNING, text, advice)]
 
 
-def rank_facts(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Return what a rank reports about itself: CPUs, threads, host, and its variables as far as they are compared."""
-    threads = environ.get("OMP_NUM_THREADS", "").partition(",")[0]
-    network = ""
-    with suppress(OSError):  # containers on one machine may each have a network of their own
-        network = os.readlink("/proc/self/ns/net")
-    return {
-        "cpus": sorted(os.sched_getaffinity(0)),
-        "threads": decimal(threads),
-        "host": asdict(own_host(environ)),
-        "machine": f"{host_identity()}/{network}",
-        "environ": {
+def rank_facts(environ: Mapping[str, str], ranks: Sequence[int], node: int, local_size: int | None) -> Member:
+    """Return what a rank knows of itself: CPUs, threads, host, and its variables as far as they are compared."""
+    return Member(
+        ranks=list(ranks),
+        node=node,
+        local_size=local_size,
+        host=own_host(environ),
+        cpus=sorted(os.sched_getaffinity(0)),
+        threads=decimal(environ.get("OMP_NUM_THREADS", "").partition(",")[0]),
+        environ={
             name: text if is_shown(name) else hashlib.sha256(text.encode()).hexdigest()[:8]
             for name, text in environ.items()
             if name.startswith(_COMPARED) and name != "XFFL_HOST"
         },
-    }
+        report=None,
+    )
 
 
 def is_shown(name: str) -> bool:
@@ -378,165 +354,73 @@ def nccl_of(report: Mapping[str, Any]) -> str | None:
     return f"{'rccl' if report.get('is_rccl') else 'nccl'} {'.'.join(map(str, report['nccl']))}"
 
 
-# The checks of a host -------------------------------------------------------------------------------------------------
+# All checks of a host -------------------------------------------------------------------------------------------------
 
 
-class HostChecks:
-    """The checks of one host: first of itself, then of what it finds of the others."""
+def examine_host(
+    request: Request, environ: Mapping[str, str], machines: int, world_size: int
+) -> tuple[HostReport, int, list[socket.socket]]:
+    """Check this host for a job of so many machines and ranks, without torch.
 
-    def __init__(self, request: Request, environ: Mapping[str, str]) -> None:
-        """Start importing torch, which takes long."""
-        self._request = request
-        self._environ = environ
-        self._files = resource.getrlimit(resource.RLIMIT_NOFILE)  # rank 0 raises its own later
-        self._listeners: list[socket.socket] = []
-        self._torch: Program | None = None
-        if request.with_torch:
-            full = {**os.environ, **environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
-            if environ.get("XFFL_IFNAME"):
-                full["GLOO_SOCKET_IFNAME"] = environ["XFFL_IFNAME"]
-            script = Path(__file__).with_name("torch_pair.py")
-            self._torch = Program([sys.executable, str(script), str(request.timeout_s)], full)
-
-    def answer(self, request: Message) -> Message:
-        """Answer a request, by ``failed`` where a check raises: whatever is wrong with a host is reported."""
-        try:
-            asked = read_request(request)
-            return self.meet(asked) if "folder" in asked else self.probe(asked["machines"], asked["ranks"])
-        except Exception as error:  # noqa: BLE001  # whatever it is
-            return {"failed": f"{type(error).__name__}: {error}"}
-
-    def probe(self, machines: int, ranks: int) -> Message:
-        """Check this host, for a job of so many machines and ranks; return findings and what others must know of it."""
-        versions, interfaces = find_versions(), list_interfaces()
-        network, address = check_interfaces(self._environ, machines, interfaces)
-        if machines == 1 and not any(self._environ.get(name) for name in _NAMES):
-            address = LOOPBACK  # as stores and gloo in a job of one host
-        gpus, count = check_gpus("gpu" in self._request.needs, self._environ)
-        findings = [
-            *check_packages(versions),
-            gpus,
-            *network,
-            *check_limits(ranks, self._files),
-        ]
-        report: Message = {}
-        if self._torch is not None:
-            loopback = next((i.name for i in interfaces if i.address == LOOPBACK), None)
-            with suppress(OSError):  # it has ended, and tells why
-                self._torch.send({"address": address or "", "loopback": loopback if address == LOOPBACK else None})
-            report = _hear(self._torch, import_limit_s(self._request.timeout_s))
-            findings.append(check_torch(report, count, self._environ))
-        if ranks > 1:
-            # Linux completes connections to a port with a listener, up to the backlog: nobody needs to accept them.
-            # Where no address is found, which is an error above, the others try that from which the host has come.
-            ports = (free_port(), 0)
-            self._listeners = [socket.create_server((address or "", port), backlog=256) for port in ports]
-        return {
-            "findings": [asdict(finding) for finding in findings],
-            "versions": versions,
-            "torch": report,
-            "address": address,
-            "addresses": [interface.address for interface in interfaces if interface.address],
-            "ports": [int(listener.getsockname()[1]) for listener in self._listeners],
-            "store": report.get("port"),
-            "nccl": nccl_of(report),
-            "run": self._visit_run(self._torch if "port" in report else None),
-        }
-
-    def _visit_run(self, program: Program | None) -> Message | None:
-        """Look at the elastic run that is asked for, and with torch into the stores of its cells."""
-        if self._request.elastic is None:
-            return None
-        timeout_s = self._request.timeout_s
-        read_proofs = None if program is None else partial(_read_proofs, program, timeout_s)
-        return visit_run(self._request.elastic, timeout_s, self._environ, read_proofs)
-
-    def meet(self, table: Message) -> Message:
-        """Check what this host finds of the other ``hosts``, in the ``folder``, and by all-reduces in its ``pairs``."""
-        pairs: list[list[Any]] = table["pairs"]
-        results: list[Message] = []
-        program = self._torch if pairs else None  # pairs are only given to hosts whose torch has answered
-        if program is not None:
-            program.send({"pairs": pairs})  # beside the other checks
-        findings = {"folder": visit_folder(**table["folder"]), **try_hosts(table["hosts"], self._request.timeout_s)}
-        if program is not None:
-            answer = _hear(program, self._request.timeout_s * (1 + len(pairs) // THREADS) + _SLACK_S)
-            results = answer.get("results") or [{"error": answer["error"], "is_silent": True}] * len(pairs)
-        return {**findings, "pairs": results}
-
-    def close(self) -> None:
-        """End what was started."""
-        for owned in (self._torch, *self._listeners):
-            if owned is not None:
-                owned.close()
-
-
-def _hear(program: Program, timeout_s: float) -> Message:
-    """Return the next message of the process with torch, or its ``error``."""
-    try:
-        return program.receive(timeout_s)
-    except OSError as error:
-        return {"error": str(error)}
-
-
-def _read_proofs(program: Program, timeout_s: float, stores: Message) -> Message:
-    """Return by cell what the process with torch reads from the stores of an elastic run's cells, or its error."""
-    program.send({"stores": list(stores.values()), "key": PROOF_KEY})
-    answer = _hear(program, timeout_s * (1 + len(stores) // THREADS) + _SLACK_S)
-    results = answer.get("results") or [{"error": answer["error"]}] * len(stores)
-    return dict(zip(stores, results, strict=True))
-
-
-def import_limit_s(timeout_s: float) -> float:
-    """Return how long importing torch may take; a cold file system needs a minute."""
-    return 45.0 + timeout_s
-
-
-def take_part(line: Line, facts: Message, checks: HostChecks | None) -> bool:
-    """Answer rank 0 as one rank, with the checks of the host if it is the first one there; return if it ends in order.
-
-    Rank 0 hears facts; when it says ``machines`` and ``ranks`` the time and the probe; then what is found of others.
+    :param request: The options of the command.
+    :param environ: The variables of the rank.
+    :param machines: How many machines the job is on.
+    :param world_size: The number of its ranks.
+    :return: The report, the number of GPUs, and the sockets at which other hosts are to reach this one.
     """
-    try:
-        line.send(facts)
-    except OSError:
-        return False
-    return answer_requests(line, checks)
+    versions, interfaces = find_versions(), list_interfaces()
+    network, address = check_interfaces(environ, machines, interfaces)
+    if machines == 1 and not any(environ.get(name) for name in _NAMES):
+        address = LOOPBACK  # as stores and gloo in a job of one host
+    gpu_finding, gpus = check_gpus("gpu" in request.needs, environ)
+    listeners = []
+    if world_size > 1:
+        # Linux completes connections to a port with a listener, up to the backlog: nobody needs to accept them.
+        # Where no address is found, which is an error of the interface, they are tried at what the name resolves to.
+        listeners = [socket.create_server((address or "", port), backlog=256) for port in (free_port(), 0)]
+    report = HostReport(
+        findings=[*check_packages(versions), gpu_finding, *network, *check_limits(world_size)],
+        versions=versions,
+        runtime=Runtime(torch=versions["torch"], xffl=versions["xffl"], python=versions["python"]),
+        nccl=None,
+        address=address,
+        ports=[int(listener.getsockname()[1]) for listener in listeners],
+    )
+    return report, gpus, listeners
 
 
-def answer_requests(line: Line, checks: HostChecks | None) -> bool:
-    """Answer rank 0 until it says that it has ended; return if it does."""
-    try:
-        while "end" not in (request := line.receive(_PATIENCE_S)):
-            if checks is None:
-                return False  # what asks all ranks of a host is not rank 0 of the doctor
-            if "machines" in request:
-                line.send({"time": time.time()})
-            line.send(checks.answer(request))
-    except OSError:
-        return False
-    return True
-
-
-def try_hosts(hosts: Mapping[str, Message], timeout_s: float) -> Message:
-    """Resolve the ``names`` of other hosts, connect to their ports, and return the ``failures``: key, port, reason."""
-    attempts = [(key, host["address"], port) for key, host in hosts.items() for port in host["ports"]]
-    limit_s = min(_CONNECT_S, timeout_s)
-
+def try_others(request: Request, plan: Plan, place: int) -> Answer:
+    """Check the shared folder together with the other hosts, and how this one reaches them; no pairs yet."""
+    if not _TOKEN.fullmatch(plan["token"]):  # it names a folder, and whoever reaches the store may have written it
+        raise ConfigError(f"the token of its plan is {shown(plan['token'])}")
+    hosts = plan["hosts"]
+    patience_s = min(FOLDER_S, request.timeout_s)
+    folder = visit_folder(shared_folder(request), plan["token"], host=place, hosts=len(hosts), patience_s=patience_s)
+    others = [hosts[other] for other in partners(place, len(hosts))]
+    attempts = [(host["name"], host["address"], port) for host in others for port in host["ports"]]
+    limit_s = min(_CONNECT_S, request.timeout_s)
     with ThreadPoolExecutor(THREADS) as pool:
-        names = list(pool.map(lambda host: resolve(host["name"]), hosts.values()))
         reasons = list(pool.map(lambda attempt: connection_error(attempt[1], attempt[2], limit_s), attempts))
-    return {
-        "names": dict(zip(hosts, names, strict=True)),
-        "failures": [[key, port, why] for (key, _, port), why in zip(attempts, reasons, strict=True) if why],
-        "tried": len(attempts),
-    }
+    failures = [(name, port, why) for (name, _, port), why in zip(attempts, reasons, strict=True) if why]
+    return Answer(folder=folder, failures=failures, tried=len(attempts), pairs={}, run=None)
+
+
+def partners(number: int, count: int) -> list[int]:
+    """Return the numbers of those that one of many is paired with: all, from 65 on at distances 1, 2, 4, ..."""
+    if count <= _ALL_PAIRS:
+        return [other for other in range(count) if other != number]
+    return [(number + 2**power) % count for power in range((count - 1).bit_length())]
+
+
+def shared_folder(request: Request) -> str:
+    """Return the folder that all hosts are to share."""
+    return os.path.abspath(request.shared or os.curdir)
 
 
 # The shared folder ----------------------------------------------------------------------------------------------------
 
 
-def visit_folder(path: str, token: str, host: int, hosts: int, patience_s: float) -> Message:
+def visit_folder(path: str, token: str, host: int, hosts: int, patience_s: float) -> FolderAnswer:
     """Test from one host whether a folder is shared, with files in a folder inside of it that is removed again.
 
     Host 0 of so many makes that folder and replaces a file many times while all read it; each other one leaves a file
@@ -548,7 +432,7 @@ def visit_folder(path: str, token: str, host: int, hosts: int, patience_s: float
     marks = folder / f".xffl-doctor-{token}"
     is_made = False
     kind, absent = _file_system(folder), list(range(1, hosts)) if host == 0 else []
-    answer: Message = {"seen_s": None, "torn": 0, "error": None, "free": 0, "kind": kind, "unseen": []}
+    answer: FolderAnswer = {"seen_s": None, "torn": 0, "error": None, "free": 0, "kind": kind, "unseen": []}
     try:
         if host == 0:
             marks.mkdir()
@@ -567,7 +451,7 @@ def visit_folder(path: str, token: str, host: int, hosts: int, patience_s: float
             text = _read(marks / "turning")
             answer["torn"] += text is not None and (len(text) != _PAGE or len(set(text)) != 1)
             time.sleep(0.002)
-        answer["free"] = shutil.disk_usage(folder).free
+        answer["free"] = min(shutil.disk_usage(folder).free, COUNT_LIMIT)
         if host != 0:
             write_whole(marks / f"host-{host}", token)
         deadline = time.monotonic() + patience_s
@@ -596,18 +480,3 @@ def _read(path: Path) -> str | None:
         return path.read_text()
     except OSError:
         return None
-
-
-def main(job: Message) -> None:
-    """Be the probe of a host that ssh has reached; its first message tells about the host, or why it is ``refused``."""
-    signal.alarm(_PATIENCE_S)
-    os.environ.update(job["environ"])
-    line = Line()
-    if (why := refusal(job)) is not None:
-        line.send({"refused": why})
-        return
-    checks = HostChecks(Request(**job["request"]), os.environ)
-    try:
-        take_part(line, rank_facts(os.environ), checks)
-    finally:
-        checks.close()

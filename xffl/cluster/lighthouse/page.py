@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from http.client import HTTPException, HTTPResponse
 from io import BytesIO
@@ -249,7 +249,7 @@ def visit_run(
     with ThreadPoolExecutor(_THREADS) as pool:
         stores = dict(zip(places, pool.map(try_store, places.values()), strict=True))
     seen: dict[str, Any] = {
-        "cells": [asdict(cell) for cell in status.cells],
+        "cells": list(status.cells),
         "meeting": status.meeting,
         "stores": stores,
     }
