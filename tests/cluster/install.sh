@@ -4,7 +4,7 @@
 set -eu
 # The slow link between cells (net/wan_relay.py) is made of it; containers start without it.
 [ -c /dev/net/tun ] || { mkdir -p /dev/net && mknod /dev/net/tun c 10 200; }
-packages="openmpi-bin libopenmpi-dev slurm-wlm munge faketime iproute2 openssh-server chromium
+packages="openmpi-bin libopenmpi-dev slurm-wlm munge iproute2 openssh-server chromium
     environment-modules shellcheck patchelf"
 missing=
 for package in $packages; do

@@ -193,15 +193,15 @@ def compare_pairs(units: Sequence[str], results: Mapping[tuple[int, int], Sequen
     rates: dict[tuple[int, int], float] = {}
     failed: dict[tuple[int, int], str] = {}
     for pair, halves in results.items():
-        # A side that reports nothing, or that cannot connect, explains why the other one waits in vain.
+        # A side that reports nothing, or anything but a timeout, explains why the other one waits in vain.
         wrong = [str(half["error"]) for half in halves if "is_silent" in half]
-        wrong += sorted((half["error"] for half in halves if "error" in half), key=lambda why: "connect to" not in why)
+        wrong += sorted((half["error"] for half in halves if "error" in half), key=lambda why: "timeout" in why)
         if wrong:
             failed[pair] = wrong[0]
         else:
             rates[pair] = max(half["mib"] / half["seconds"] for half in halves)
     advice = "set XFFL_IFNAME to the interface that joins the hosts (docs: Network and threads); see the lines on "
-    advice += "interface, names and ports"
+    advice += "interface and ports"
     findings = [Finding("all-reduce", ERROR, text, advice) for text in _by_unit(units, failed)]
     slow = {pair: f"{rate:.1f} MiB/s" for pair, rate in rates.items() if rate < _SLOW_MIB_S}
     hint = "see that XFFL_IFNAME names the fastest interface; on a slow link use a codec and rounds far apart"

@@ -142,15 +142,17 @@ class _Host:
                 raise ConnectionError(trouble)
             store = exchange.HostStore(self._part.address, self._part.port, patience_s)
             follow(store, self._request, self._part.number, self._me)
-        except (OSError, ConfigError) as error:
-            where, why = f"{self._part.address}:{self._part.port}", _explain(error)
-            text = f"rank {self._part.ranks[0]} cannot reach rank 0 at {where} ({why})"
-            advice = "see the lines on interface and names; check the address (XFFL_CONTROL_IFNAME, MASTER_ADDR), and "
-            advice += "open the port between the compute nodes"
-            self._known.append(Finding("meeting", ERROR, text, advice))
-            return self._tell_alone()
         except Exception as error:  # noqa: BLE001  # whatever is wrong with a host is reported
-            self._known.append(_failed(f"{type(error).__name__}: {error}"))
+            if self._part.number > 0 and isinstance(error, OSError | ConfigError):
+                where, why = f"{self._part.address}:{self._part.port}", _explain(error)
+                text = f"rank {self._part.ranks[0]} cannot reach rank 0 at {where} ({why})"
+                advice = (
+                    "see the line on interface; check the address (XFFL_CONTROL_IFNAME, MASTER_ADDR), and open the "
+                )
+                advice += "port between the compute nodes"
+                self._known.append(Finding("meeting", ERROR, text, advice))
+            else:
+                self._known.append(_failed(f"{type(error).__name__}: {error}"))
             return self._tell_alone()
         return 0
 
