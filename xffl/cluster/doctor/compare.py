@@ -24,7 +24,7 @@ from xffl.cluster.doctor.messages import (
     Place,
     Plan,
     Report,
-    Run,
+    RunView,
 )
 from xffl.cluster.doctor.probe import Request
 from xffl.cluster.network import LOOPBACK, SLURM_PORTS
@@ -241,7 +241,7 @@ def compare_links(units: Sequence[tuple[str, str]], nccl: Mapping[str, str | Non
     return [Finding("links", WARNING, f"GPUs do not speak one NCCL: {text}", advice)]
 
 
-def compare_runs(url: str, views: Mapping[str, Run]) -> list[Finding]:
+def compare_runs(url: str, views: Mapping[str, RunView]) -> list[Finding]:
     """Judge what the hosts see of an elastic run."""
     advice = "start it (xffl lighthouse), correct --elastic, or open its port to this host"
     findings = [
@@ -272,7 +272,7 @@ def compare_runs(url: str, views: Mapping[str, Run]) -> list[Finding]:
     return [*findings, *_judge_stores(views), *_judge_tokens(views)]
 
 
-def _judge_stores(views: Mapping[str, Run]) -> list[Finding]:
+def _judge_stores(views: Mapping[str, RunView]) -> list[Finding]:
     """Tell from which hosts the ranks of a new epoch could not meet at the store of one of its cells."""
     findings: list[Finding] = []
     first, last = ephemeral_ports()
@@ -288,7 +288,7 @@ def _judge_stores(views: Mapping[str, Run]) -> list[Finding]:
     return findings or ([Finding("stores", OK, f"those of {_cells(lives)} answer")] if lives else [])
 
 
-def _judge_tokens(views: Mapping[str, Run]) -> list[Finding]:
+def _judge_tokens(views: Mapping[str, RunView]) -> list[Finding]:
     """Tell which cells run with another token than a host has."""
     findings = []
     for host, view in views.items():

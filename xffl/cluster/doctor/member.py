@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 from xffl.checks import shorten
 from xffl.cluster.doctor import probe
 from xffl.cluster.doctor.compare import Survey
-from xffl.cluster.doctor.messages import ERROR, OK, WARNING, Answer, Finding, Member, Plan, Report, Run
+from xffl.cluster.doctor.messages import ERROR, OK, WARNING, Answer, Finding, Member, Plan, Report, RunView
 from xffl.cluster.doctor.probe import Request
 from xffl.cluster.lighthouse.page import visit_run
 from xffl.cluster.listening import Opened, open_listener
@@ -344,5 +344,5 @@ def try_all(store: HostStore | None, request: Request, plan: Plan, at: int) -> A
         answer = probe.try_others(request, plan, at)
         answer["pairs"] = {name: pair.result() for name, pair in pairs.items()}
     if request.elastic is not None:
-        answer["run"] = cast(Run, visit_run(request.elastic, request.timeout_s, os.environ, read_proofs))
+        answer["run"] = cast(RunView, visit_run(request.elastic, request.timeout_s, os.environ, read_proofs))
     return answer

@@ -31,7 +31,7 @@ __all__ = [
     "Place",
     "Plan",
     "Report",
-    "Run",
+    "RunView",
     "check_value",
     "read",
 ]
@@ -153,7 +153,7 @@ class FolderAnswer(TypedDict):
     unseen: list[int]  # of rank 0's host: the hosts whose files it did not see
 
 
-class Run(TypedDict, total=False):
+class RunView(TypedDict, total=False):
     """What a host sees of an elastic run, or the error; see :func:`xffl.cluster.lighthouse.page.visit_run`."""
 
     error: str
@@ -171,7 +171,7 @@ class Answer(TypedDict):
     failures: list[tuple[str, int, str]]  # host, port, reason
     tried: int
     pairs: dict[str, PairResult]  # by the pair and the side, such as "0-1.0"
-    run: Run | None
+    run: RunView | None
 
 
 def read(kind: Any, text: str | bytes) -> Any:
