@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +17,9 @@ import xffl
 from tests.ports import free_port
 from tests.ranks.test_elastic import digest, journal, lighthouse, of_all, pytestmark  # noqa: F401 - fixtures and marks of this module
 from tests.worlds import be_launched, run_world
+from xffl.aggregation.engine.arena import Arena
 from xffl.aggregation.engine.decision.consensus import RoundBroken, RoundInput
+from xffl.aggregation.federations import elastic as federation_of_cells
 from xffl.aggregation.federations.elastic import ElasticAggregator
 from xffl.distributed import ElasticParameters
 from xffl.distributed.parameters import DeviceParameters
@@ -98,6 +102,57 @@ def test_a_late_cell_takes_over_servers_of_fragments_that_different_stages_hold(
         early, late = told[stage], told[2 + stage]
         assert 4 <= min(late) < 25
         assert {number: early[number] for number in late} == late
+
+
+def come_late(rank: int, world: int, url: str, ports: tuple[int, ...], folder: str) -> tuple[int, int, int]:
+    """Be one of two cells, of which the second comes when the first has made rounds.
+
+    Return how many pieces of memory this one has prepared, how many of them hold what it keeps, and how many are left.
+    """
+    be_launched(0, 1, ports[rank])
+    os.environ["XFFL_TOKEN"] = "the run's own token"
+    begun = Path(folder, "begun")
+    ended = Path(folder, "ended")
+    while rank and not begun.exists():
+        time.sleep(0.02)
+    prepared: set[int] = set()
+
+    class NotingArena(Arena):
+        def prepare(self, nbytes: int, tables: Sequence[int]) -> None:
+            super().prepare(nbytes, tables)
+            prepared.update(map(place_of, (self._memory, *self._prepared)))
+
+    elastic = ElasticParameters(lighthouse=url)
+    with (
+        mock.patch.object(federation_of_cells, "Arena", NotingArena),
+        xffl.session(cell=rank, cells=world, elastic=elastic, timeout_s=60) as state,
+    ):
+        model = nn.Linear(300, 200)
+        rounds = ElasticAggregator(model, state, server="fedadam:lr=0.1")
+        rounds.join()
+        while not rank and not ended.exists():
+            play(model, rounds, rank, rounds.rounds + 1)
+            begun.touch()
+            time.sleep(0.02)
+        ended.touch()
+        assert rounds._aggregator is not None
+        kept = rounds._aggregator.global_model
+        assert kept is not None
+        tables = [*kept._values.values(), *(table for state in kept._states.values() for table in state.values())]
+        places = {*map(place_of, (rounds._arena._memory, *tables))}
+        rounds.close()
+    return len(prepared), len(prepared & places), len(rounds._arena._prepared)
+
+
+def place_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def test_a_late_cell_writes_to_its_memory_before_it_meets_the_others(lighthouse: str, tmp_path: Path) -> None:  # noqa: F811
+    """That is memory for a round's values, for the agreed model, and for the two tables of FedAdam."""
+    ports = (free_port(), free_port())
+    told = run_world(2, come_late, lighthouse, ports, str(tmp_path), init=False, timeout_s=60)
+    assert told == [(0, 0, 0), (4, 4, 0)]
 
 
 def with_a_new_journal(rank: int, world: int, url: str, ports: tuple[int, ...], journal: str) -> dict[str, object]:  # noqa: F811

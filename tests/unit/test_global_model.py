@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from tests.rounds import options_of
+from xffl.aggregation.engine.arena import Arena
+from xffl.aggregation.engine.buffers import Copies
 from xffl.aggregation.engine.global_model import GlobalModel
 from xffl.aggregation.engine.planning.plan import Cut, Item, plan_groups, plan_transfers
 from xffl.topology import Topology
@@ -47,3 +49,17 @@ def test_a_global_model_of_other_cells_is_taken_over_element_by_element() -> Non
         model.take_over(last)
         state = model.state_dict()["model"]
         assert all(state[name].equal(values) for name, values in known.items()), cells
+
+
+def test_tables_are_given_memory_that_was_prepared_as_long_as_there_is_some() -> None:
+    arena = Arena(Copies())
+    arena.prepare(64, [4096, 4096])
+    given = [arena.give(500, torch.float64, torch.device("cpu")) for _ in range(3)]
+    stores = [one.untyped_storage().data_ptr() for one in given]
+    assert len({*stores}) == 3 and [one.untyped_storage().nbytes() for one in given] == [4096, 4096, 4000]
+    for value, one in enumerate(given):
+        one.fill_(value)
+    assert [one.sum().item() for one in given] == [0, 500, 1000]
+    arena.prepare(64, [4096])
+    arena.drop_prepared()
+    assert arena.give(500, torch.float64, torch.device("cpu")).untyped_storage().nbytes() == 4000

@@ -19,7 +19,7 @@ import pytest
 from tests.ports import free_port
 from xffl.cli.main import main
 from xffl.cluster.doctor.compare import compare_runs
-from xffl.cluster.doctor.messages import Run
+from xffl.cluster.doctor.messages import RunView
 from xffl.cluster.lighthouse.address import resolve_lighthouse
 from xffl.cluster.lighthouse.page import CellStatus, parse_page, read_lighthouse
 from xffl.cluster.run_token import prove_token, run_token
@@ -266,7 +266,7 @@ def test_a_proof_of_a_token_holds_for_one_life_and_one_token() -> None:
 
 def test_the_doctor_warns_of_two_jobs_with_one_cell_number() -> None:
     cells = [CellStatus(f"{cell}.{life}", cell, 0.1, is_lost=False) for cell, life in ((0, "a"), (1, "a"), (1, "b"))]
-    view: Run = {"cells": cells, "meeting": 1, "stores": {}}
+    view: RunView = {"cells": cells, "meeting": 1, "stores": {}}
     [warning] = [one for one in compare_runs("http://a:1", {"a": view}) if one.status == "warning"]
     assert (warning.check, warning.text) == ("heartbeats", "two jobs run as cell 1")
 

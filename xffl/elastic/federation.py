@@ -761,6 +761,15 @@ class ElasticFederation:
         dist.broadcast_object_list(given, src=0)
         return given[0]
 
+    def is_likely_behind(self) -> bool:
+        """Tell whether the journal, as far as it was read, has a newer round than that whose model this cell holds."""
+        is_behind = [False]
+        if self._journal is not None:
+            newest = next(self._journal.history.rounds(), None)
+            is_behind[0] = newest is not None and newest.model != self.holding.model
+        dist.broadcast_object_list(is_behind, src=0)
+        return is_behind[0]
+
     def drop_doubt(self) -> None:
         """Forget a doubt, because other weights are loaded; local, on all ranks."""
         self.holding.doubt = None

@@ -52,7 +52,7 @@ plain round has neither, and goes through none of these files:
 - ``decision.injected_faults``: votes in which this process ends, for tests of what the others do then.
 - ``merging``: a mean merged into values that have changed since, in a delayed round.
 - ``cell``: the mean of buffers over the ranks of a cell.
-- ``arena``: memory for new values that aggregators use one behind the other, where cells come and go.
+- ``arena``: memory that aggregators use one behind the other, where cells come and go.
 - ``gpu_memory``: buffers on both sides, where values cross in the host's memory beside a GPU.
 - ``streams``: the stream of a GPU that rounds work on, and how long it takes for them.
 - ``weights.weight_keepers``: what FSDP2 and ZeRO keep beside the model's tensors, before a round reads and

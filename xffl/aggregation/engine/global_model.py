@@ -9,6 +9,7 @@ import torch
 
 from xffl.aggregation.algorithms.server_optimizer import SavedServer, read_saved_server, take_step
 from xffl.aggregation.arithmetic import piece_length, wide_type
+from xffl.aggregation.engine.arena import Arena
 from xffl.aggregation.engine.buffers import Layout
 from xffl.aggregation.engine.named import named_pieces
 from xffl.aggregation.engine.planning.transfers import Bucket, GroupTransfer
@@ -28,7 +29,13 @@ class GlobalModel:
     """
 
     def __init__(
-        self, transfers: Sequence[GroupTransfer], layout: Layout, options: Options, device: torch.device
+        self,
+        transfers: Sequence[GroupTransfer],
+        layout: Layout,
+        options: Options,
+        device: torch.device,
+        *,
+        arena: Arena | None = None,
     ) -> None:
         server = options.server
         self._transfers = [transfer for transfer in transfers if transfer.group.is_stepped]
@@ -36,8 +43,9 @@ class GlobalModel:
         self.device = device
         self._server = server
         self._kept_on = device if server is None or server.device is None else torch.device(server.device)
+        self._arena = arena
         self._values = {
-            transfer.number: torch.empty(transfer.group.numel, dtype=wide_type(transfer.dtype), device=self._kept_on)
+            transfer.number: self._make_table(transfer.group.numel, wide_type(transfer.dtype))
             for transfer in self._transfers
         }
         self._states: dict[int, dict[str, torch.Tensor]] = {}
@@ -45,6 +53,11 @@ class GlobalModel:
         self._steps = {} if server is None else dict.fromkeys(range(options.fragments), 0)
         """Steps that the server has made, by fragment."""
         self._is_known = True
+
+    def _make_table(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        if self._arena is None:
+            return torch.empty(numel, dtype=dtype, device=self._kept_on)
+        return self._arena.give(numel, dtype, self._kept_on)
 
     @property
     def has_optimizer(self) -> bool:
@@ -241,7 +254,7 @@ class GlobalModel:
         self._steps = {fragment: saved[fragment].step if fragment in saved else 0 for fragment in self._steps}
         self._states = {
             transfer.number: {
-                name: torch.empty_like(self._values[transfer.number])
+                name: self._make_table(transfer.group.numel, wide_type(transfer.dtype))
                 for name in saved[transfer.group.fragment].elements
             }
             for transfer in self._transfers

@@ -324,7 +324,9 @@ def make_exchange(compared: ComparedModels, rounds: Callable[[], int]) -> Exchan
     entries: list[ModelTensor | None] = [here.get(tensor.name) for tensor in moving]
     reads_late = options.overlap or not options.atomic
     layout = Layout(entries, items, axes, topology.coordinates(rank), needs_memory_of_its_own=reads_late)
-    model = GlobalModel(transfers, layout, options, link.device) if options.needs_agreed else None
+    model: GlobalModel | None = None
+    if options.needs_agreed:
+        model = GlobalModel(transfers, layout, options, link.device, arena=scope.arena)
     # On all ranks or on none, also on one that encodes nothing itself. A cell that is alone for now may be given what
     # codecs have left out in its rounds with others.
     has_codecs = any(manifest.codecs.values()) and (topology.cells > 1 or scope.is_elastic)

@@ -33,6 +33,7 @@ from xffl.aggregation.engine.several_worlds.members_first_round import ComparedC
 from xffl.aggregation.engine.voting.votes import Seal
 from xffl.aggregation.federations.catch_up_state import read_catch_up_state, write_catch_up_state
 from xffl.aggregation.federations.elastic_cell_groups import ElasticCellGroups
+from xffl.aggregation.federations.first_memory import measure_memory
 from xffl.aggregation.federations.fixed_tensors import FixedTensors, find_fixed
 from xffl.aggregation.federations.own_ranks import compare_held, compare_options
 from xffl.aggregation.pending import PendingRound
@@ -286,6 +287,8 @@ class ElasticAggregator:
         if not self._is_compared:
             compare_held(self._federation.record)
             self._is_compared = True
+            if self._federation.is_likely_behind():
+                self._arena.prepare(*measure_memory(self.model, self._options, keeps_agreed=self._keeps_agreed))
         report = self.end_doubt(is_stopping)
         if not self._tries:
             self._opened_at = time.perf_counter()
@@ -551,6 +554,7 @@ class ElasticAggregator:
             make_first_round = partial(MembersFirstRound, lives=epoch.lives, compared=self._compared)
             self._regroup(replace(scope, goes_on=True, make_first_round=make_first_round), epoch)
         self._share_fixed(scope, epoch)
+        self._arena.drop_prepared()
         self._is_grouped = True
         return self._maker(epoch)
 
