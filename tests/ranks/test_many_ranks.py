@@ -8,7 +8,9 @@ import re
 import resource
 import signal
 import sys
+import threading
 import time
+from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
@@ -24,14 +26,17 @@ from tests.rounds import aggregator_of
 from tests.scale.real import CountingStore
 from tests.worlds import run_world
 from xffl.aggregation import Level, Levels
+from xffl.cluster.environment import ProcessEnvironment
 from xffl.compat import gloo_connections
 from xffl.compat.gloo_connections import BATCH_VARIABLE, LAZY_VARIABLE, SHORT_VARIABLE, Form
 from xffl.compat.sockets import open_sockets
-from xffl.distributed import session
+from xffl.distributed import groups, session
 from xffl.distributed.agreement.consistency import barrier, check_consistent, gather_objects
-from xffl.distributed.groups import new_group
+from xffl.distributed.failures import waits
+from xffl.distributed.failures.waits import NamedWait
+from xffl.distributed.groups import Gathering, in_turn, new_group, watched
 from xffl.distributed.startup.file_limit import is_ample
-from xffl.distributed.startup.open_files import FileLimit, files_of_groups
+from xffl.distributed.startup.open_files import FileLimit, SessionFiles, files_of_groups
 from xffl.errors import ConfigError
 
 
@@ -249,7 +254,7 @@ def opens_few_files(rank: int, world_size: int, port: int, next_port: int) -> tu
     with xffl.session(federated=(4, 4), timeout_s=60) as state:
         assert state.topology.cells == 2
     raised = [*resource.getrlimit(resource.RLIMIT_NOFILE)]
-    most = _open_files() + 30  # rank 0 needs 47, the others 24
+    most = _open_files() + 30  # rank 0 needs 76, the others 28
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     be_rank(rank, world_size, next_port)
     with pytest.raises(ConfigError) as refused, xffl.session(federated=(4, 4), timeout_s=60):
@@ -263,6 +268,55 @@ def test_a_session_raises_the_limit_of_open_files_and_tells_what_it_needs() -> N
     text, *others = {text.partition(" (first told")[0] for text, _ in told}
     assert not others
     assert re.search(r"rank 0 of 8 needs \d+ open files for its connections, but may have \d+, the hard limit", text)
+
+
+class PeakOfFiles:
+    """Counts the open files of this process while a block runs."""
+
+    def __enter__(self) -> PeakOfFiles:
+        self.most = self.before = _open_files()
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._count)
+        self._thread.start()
+        return self
+
+    def _count(self) -> None:
+        while not self._is_over.wait(0.001):
+            self.most = max(self.most, _open_files())
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+
+def counts_files_while_ranks_wait(rank: int, world_size: int, port: int) -> None:
+    """Compare what is open in a session where ranks look for each other at once with what is counted before."""
+    be_rank(rank, world_size, port)
+    place = ProcessEnvironment(rank=rank, world_size=world_size)
+    files = SessionFiles.of(place, 0, is_own_address=True)
+    with pytest.raises(ConfigError) as refused:
+        files.check_groups((2, 2), (None, None), backend="gloo", link_backend=None, streams=None)
+    counted = int(re.findall(r"needs (\d+) open files", str(refused.value))[0])
+    with ExitStack() as blocks:
+        blocks.enter_context(mock.patch.object(groups, "SLOW_S", 0.0))
+        blocks.enter_context(mock.patch.object(waits, "NOTE_AFTER_S", 0.05))
+        peak = blocks.enter_context(PeakOfFiles())
+        blocks.enter_context(xffl.session(federated=(2, 2), timeout_s=60))
+        barrier()
+        store = dist.group.WORLD.get_group_store()
+        with PeakOfFiles() as of_waiting:
+            if rank == world_size - 1:
+                time.sleep(1)
+            with in_turn(), NamedWait("a test"):
+                watched(dist.barrier, Gathering(store, "test", world_size, 30.0))
+        barrier()
+    seen = of_waiting.most - of_waiting.before
+    assert 2 * (world_size if rank == 0 else rank < world_size - 1) <= seen <= files.waiting_files, (seen, files)
+    assert peak.most <= counted, (rank, peak.most, counted)
+
+
+def test_ranks_that_wait_for_each_other_open_no_more_files_than_are_counted() -> None:
+    run_world(4, counts_files_while_ranks_wait, free_port(), init=False)
 
 
 @mock.patch.dict(os.environ)

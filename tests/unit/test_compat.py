@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -360,6 +361,36 @@ def test_a_number_that_is_no_socket_any_more_leaves_no_descriptor_behind() -> No
 def test_gloo_has_no_option_of_a_group_that_connects_lazily() -> None:
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     assert not [name for name in dir(options) if "lazy" in name.lower()], "use it in place of connect_as"
+
+
+class AddressOfSomebodyElse(dist.Store):  # type: ignore[name-defined,misc]
+    """A store from which one rank reads its own address in place of that of another, with another port."""
+
+    address = b""
+
+    def set(self, key: str, value: bytes) -> None:
+        if len(value) > 100:
+            self.address = bytes(value)
+
+    def get(self, key: str) -> bytes:
+        found = re.search(rb"\x02\x00..\x7f\x00\x00\x01", self.address, re.DOTALL)
+        assert found is not None, "an address of IPv4 and loopback"
+        # gloo waits for a connection from the higher port.
+        return self.address.replace(found[0], b"\x02\x00\xff\xff" + found[0][4:])
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None: ...
+
+    def has_extended_api(self) -> bool:
+        return False
+
+
+def test_gloo_waits_for_a_connection_for_five_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a rank leaves a thread with it (groups.Making), and looks for lost ranks by itself (lost_in_connecting)."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    begun = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"[Tt]ime"):
+        dist.ProcessGroupGloo(AddressOfSomebodyElse(), 0, 2, timedelta(seconds=0.2))
+    assert time.monotonic() - begun > 3 * 0.2, "neither is needed any more if this is about one timeout"
 
 
 def test_gloo_has_no_option_by_which_a_silent_connection_ends() -> None:

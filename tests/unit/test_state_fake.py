@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from dataclasses import fields
+from datetime import timedelta
 from queue import Queue
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from tests.worlds import fake_world
 from xffl.cluster.environment import ProcessEnvironment
+from xffl.compat.gloo_connections import BATCH_VARIABLE
 from xffl.distributed import DistributedState, distributed_state
 from xffl.distributed.agreement.consistency import ranks_text
 from xffl.distributed.distributed_state import create_device_mesh
@@ -119,7 +123,7 @@ def test_rounds_make_handles_for_the_groups_whose_handles_they_use_in_turn() -> 
         return new_group(ranks, 60.0, name)
 
     with fake_world(8, 4):
-        groups = make_separate_groups(create, Topology(8, (4, 4), 2), rank=4, timeout_s=60.0, handles=4)
+        groups = make_separate_groups(create, Topology(8, (4, 4), 2), rank=4, timeout_s=60.0, senders=4)
     assert made == ["xffl_federation", "xffl_replica", "xffl_federated", *["xffl_federated_stream"] * 3]
     assert {kind: len(handles or ()) for kind, handles in groups.items()} == {
         "world": 1,
@@ -127,6 +131,10 @@ def test_rounds_make_handles_for_the_groups_whose_handles_they_use_in_turn() -> 
         "replica": 1,
         "federated": 4,
     }
+    made.clear()
+    with fake_world(8, 4):  # senders of rails use one group of all ranks
+        make_separate_groups(create, Topology(8, (4, 4), 2), rank=4, timeout_s=60.0, senders=0)
+    assert made == ["xffl_federation", "xffl_replica"]
 
 
 def test_further_handles_of_streams_have_no_connections_of_gloo() -> None:
@@ -158,7 +166,7 @@ def test_further_handles_of_streams_need_no_open_files() -> None:
     place = ProcessEnvironment(rank=1, world_size=64)
     needs = {}
     for streams in (1, 4):
-        files = SessionFiles(FileLimit(used=0, most=0), place, store_files=1)
+        files = SessionFiles(FileLimit(used=0, most=0), place, store_files=1, waiting_files=4)
         for backend, link_backend in (("cpu:gloo,cuda:nccl", None), ("cpu:gloo,cuda:nccl", "gloo")):
             with pytest.raises(ConfigError, match="open files") as refused:
                 files.check_groups((1,) * 64, (None, None), backend=backend, link_backend=link_backend, streams=streams)
@@ -182,6 +190,48 @@ def test_a_group_that_is_made_after_an_interrupt_is_destroyed() -> None:
         assert destroyed.empty()
         goes_on.set()
         assert destroyed.get(timeout=30) is group
+
+
+def test_threads_make_groups_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has its own name, timeout of the store and variables; what others make with torch meanwhile has its name."""
+    monkeypatch.delenv(BATCH_VARIABLE, raising=False)
+    store = dist.HashStore()
+    begun: Queue[str] = Queue()
+    goes_on = {name: threading.Event() for name in ("first", "second", "third")}
+    seen: dict[str, list[tuple[str, timedelta, bool]]] = {name: [] for name in goes_on}
+
+    def make(ranks: list[int], *, group_desc: str, **_: object) -> object:
+        begun.put(group_desc)
+        for _ in range(2):
+            name = distributed_c10d._process_group_name(ranks, use_hashed_name=True)
+            seen[group_desc].append((name, store.timeout, BATCH_VARIABLE in os.environ))
+            assert goes_on[group_desc].wait(30)
+        return dist.group.WORLD
+
+    def start(desc: str, timeout_s: float) -> threading.Thread:
+        thread = threading.Thread(target=new_group, args=([0, 1], timeout_s, desc, "gloo"), daemon=True)
+        thread.start()
+        return thread
+
+    with fake_world(2, 0):
+        monkeypatch.setattr(dist, "new_group", make)
+        monkeypatch.setattr(type(dist.group.WORLD), "get_group_store", lambda group: store)
+        usual = store.timeout
+        threads = [start("first", 20.0)]
+        assert begun.get(timeout=30) == "first"
+        for desc, timeout_s in (("second", 5.0), ("third", 10.0)):
+            threads.append(start(desc, timeout_s))
+            time.sleep(0.05)
+        assert distributed_c10d._process_group_name([0], use_hashed_name=True) != seen["first"][0][0]
+        assert begun.empty()
+        for name, thread in zip(goes_on, threads, strict=True):
+            goes_on[name].set()
+            thread.join(30)
+    assert [begun.get(timeout=1) for _ in range(2)] == ["second", "third"]
+    assert [times for [(_, times, _), _] in seen.values()] == [timedelta(seconds=each) for each in (20, 5, 10)]
+    assert all(before == after and after[2] for before, after in seen.values()), seen
+    assert len({name for [(name, _, _), _] in seen.values()}) == 3
+    assert store.timeout == usual and BATCH_VARIABLE not in os.environ
 
 
 def test_a_new_state_says_nothing() -> None:

@@ -27,9 +27,8 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from enum import Enum
 
 from xffl.compat.datasets import ENVIRON
@@ -112,58 +111,29 @@ def form_of_group(
 
 def _is_unset(name: str, environ: Mapping[str, str]) -> bool:
     """Tell whether the user has not set a variable."""
-    return (environ is ENVIRON and _blocks[name].are_open) or name not in environ
+    return (environ is ENVIRON and name in _set_here) or name not in environ
 
 
-class _Blocks:
-    """Blocks of threads of this process that need a variable; it is process-wide, as gloo's variables are.
-
-    :param name: The variable.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._lock = threading.Lock()
-        self._open = 0
-
-    @property
-    def are_open(self) -> bool:
-        """Whether the variable is what a block has set."""
-        return self._open > 0
-
-    @contextmanager
-    def set_in_block(self) -> Iterator[None]:
-        """Set the variable unless the user has."""
-        with self._lock:
-            is_needed = self._open > 0 or self._name not in os.environ
-            if is_needed:
-                self._open += 1
-                os.environ[self._name] = "1"
-        try:
-            yield
-        finally:
-            if is_needed:
-                with self._lock:
-                    self._open -= 1
-                    if not self._open:
-                        os.environ.pop(self._name, None)
-
-
-_blocks = {name: _Blocks(name) for name in (LAZY_VARIABLE, BATCH_VARIABLE, SHORT_VARIABLE)}
-"""State of the process: the last block that is left takes its variable away."""
+_set_here: set[str] = set()
+"""Variables of this process that a block has set, and not the user: gloo reads them from the process alone."""
 
 
 @contextmanager
 def connect_as(form: Form) -> Iterator[None]:
     """Let the groups over gloo that are made in the block have a form; values of the user's own stay.
 
-    Several threads may be in such blocks at once. A lock around them would let ranks wait for each other whose threads
-    make their groups in unlike orders.
+    One thread at a time may be in such a block (:func:`xffl.distributed.groups.in_turn`): gloo reads the variables of
+    the process, and two ranks that read unlike ones do not find each other.
 
     :param form: The form.
     :yield: Nothing.
     """
-    with ExitStack() as variables:
-        for name in form.value:
-            variables.enter_context(_blocks[name].set_in_block())
+    names = {name for name in form.value if name not in os.environ}
+    _set_here.update(names)  # first, for threads that look: what stands there is not the user's
+    os.environ.update(dict.fromkeys(names, "1"))
+    try:
         yield
+    finally:
+        for name in names:
+            os.environ.pop(name, None)
+        _set_here.difference_update(names)

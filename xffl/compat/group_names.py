@@ -29,10 +29,17 @@ def fresh_group_name(ranks: Sequence[int]) -> Iterator[str]:
     torch 2.13 names a group that only its ranks make by these and by how many groups there are, so one that is made
     after another was destroyed may get the name of a third, and is refused or connects to addresses of the past:
     https://github.com/pytorch/pytorch/blob/v2.11.0/torch/distributed/distributed_c10d.py (``_hash_ranks_to_str``).
-    All ``ranks`` of the group have named as many groups in this world.
+    All ``ranks`` of the group have named as many groups in this world. One thread at a time may be in such a block;
+    what others make with torch alone keeps its name, unless it is a group of the same ranks.
     """
     name = fresh_name(ranks)
-    with mock.patch.object(distributed_c10d, "_process_group_name", return_value=name):
+    members = sorted(ranks)
+    usual = distributed_c10d._process_group_name
+
+    def name_of(ranks: Sequence[int], use_hashed_name: bool) -> str:
+        return name if use_hashed_name and sorted(ranks) == members else str(usual(ranks, use_hashed_name))
+
+    with mock.patch.object(distributed_c10d, "_process_group_name", name_of):
         yield name
 
 

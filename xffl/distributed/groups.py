@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import atexit
 import threading
-from collections.abc import Callable, Collection, Iterable
-from contextlib import suppress
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Generic, Protocol, TypeVar
@@ -92,13 +93,14 @@ def new_group(
 ) -> dist.ProcessGroup:
     """Make a group of some ranks, of the world's backend if no other is given; collective over these ranks only.
 
+    Threads of one process make their groups one after another, and in the same order on all ranks (:func:`in_turn`).
     ``has_messages`` tells whether single ranks send to each other in it, instead of collectives alone. RuntimeError
     where another rank does not come within ``timeout_s``, or is lost before it is connected.
     """
     members = list(ranks)
     world = dist.group.WORLD
     assert world is not None, "groups are made in a world"
-    with fresh_group_name(members) as name:
+    with in_turn(), fresh_group_name(members) as name:
 
         def make() -> dist.ProcessGroup:
             group: dist.ProcessGroup = dist.new_group(
@@ -116,6 +118,36 @@ def new_group(
             backend or dist.get_backend_config(),
             has_messages=has_messages,
         )
+
+
+_turn = threading.Condition()
+_turns: deque[object] = deque()
+"""Blocks of :func:`in_turn` of all threads, the first of them the one that runs: state of the process, as is what they
+guard."""
+
+
+@contextmanager
+def in_turn() -> Iterator[None]:
+    """Make or connect groups in the block while no other thread of this process does; local, first come first served.
+
+    Threads would change for each other what is the process's: the name that torch gives to the next group, the
+    variables that gloo reads, and the timeout of the one connection to the store, over which a request of one waits
+    until that of the other is answered. Names count the groups that a rank has made, so threads that make groups at the
+    same time begin in the same order on all ranks, or give up after the timeout of the group.
+
+    :yield: Nothing.
+    """
+    here = object()
+    with _turn:
+        _turns.append(here)
+    try:
+        with _turn:
+            _turn.wait_for(lambda: _turns[0] is here)
+        yield
+    finally:
+        with _turn:
+            _turns.remove(here)
+            _turn.notify_all()
 
 
 @dataclass(frozen=True)
@@ -151,7 +183,7 @@ def connect_ranks(
     *,
     has_messages: bool = False,
 ) -> dist.ProcessGroup:
-    """Make a group, and connect it where gloo would do so later; collective over its ranks.
+    """Make a group, and connect it where gloo would do so later; collective over its ranks, :func:`in_turn`.
 
     Over gloo a large group that runs collectives alone gets the connections of these, and no others: about two for each
     doubling of its ranks. One in which single ranks send to each other gets all.
@@ -174,7 +206,9 @@ def connect_ranks(
 
 
 def watched(connect: Callable[[], Made], gathering: Gathering) -> Made:
-    """Make or connect a group over gloo in a thread, and return what that returns; collective over its ranks.
+    """Make or connect a group over gloo in a thread, and return what that returns.
+
+    Collective over its ranks, :func:`in_turn`.
 
     RuntimeError where a rank does not come in time, or is lost meanwhile: gloo itself waits for that one for five times
     the group's timeout, and nothing ends its wait.

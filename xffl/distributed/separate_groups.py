@@ -13,12 +13,14 @@ def make_separate_groups(
     topology: Topology,
     rank: int,
     timeout_s: float,
-    handles: int,
+    senders: int,
 ) -> Groups:
     """Make groups for rounds that run while the caller trains, whose own collectives must not meet theirs.
 
-    Collective over the world.
+    Collective over the world. ``senders`` is how many groups of the senders of a shard there are, which buckets use in
+    turn; none where nothing crosses, or in another group.
     """
+    kinds = {"federation", "replica", "federated"} if senders else {"federation", "replica"}
     world = new_group(range(topology.world_size), timeout_s, "xffl_world")
     return {
         "world": (world,),
@@ -26,8 +28,8 @@ def make_separate_groups(
             create,
             topology=topology,
             rank=rank,
-            kinds={"federation", "replica", "federated"},
-            handles=handles,
+            kinds=kinds,
+            handles=senders,
             streamed=IN_TURN,
         ),
     }

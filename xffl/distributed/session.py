@@ -46,6 +46,7 @@ from xffl.distributed.groups import (
     check_link_backend,
     check_streams,
     connect_ranks,
+    in_turn,
     stop_threads,
     wait_for_threads,
     with_host_side,
@@ -514,7 +515,9 @@ def _join(meeting: Store, place: ProcessEnvironment, request: _Request) -> None:
             assert world is not None, "it was made"
             return world
 
-        connect_ranks(make, Gathering(store, "xffl_connect", place.world_size, request.timeouts.session_s), backend)
+        gathering = Gathering(store, "xffl_connect", place.world_size, request.timeouts.session_s)
+        with in_turn():
+            connect_ranks(make, gathering, backend)
     except RuntimeError as broken:
         raise LaunchError(
             f"rank {place.rank} of {place.world_size} could not join over {backend}: {broken}; name the "

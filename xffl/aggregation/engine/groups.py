@@ -167,7 +167,7 @@ def select_groups(
             topology=scope.topology,
             rank=scope.rank,
             timeout_s=state.timeouts.session_s,
-            handles=state.handle_count,
+            senders=0 if multi_rail or scope.topology.cells == 1 else state.handle_count,
         )
         made += groups["world"] or ()
         world = made[-1]

@@ -25,12 +25,22 @@ __all__ = [
     "connections_of_votes",
     "files_of_groups",
     "files_of_store",
+    "files_of_waiting",
 ]
 
 GROUP_FILES = 4
 """What a gloo group of one rank opens: a listening socket, and what wakes its thread (torch 2.13)."""
 STORE_FILES = 11
 """What rank 0's store opens before others connect to it (torch 2.13)."""
+SECOND_CONNECTIONS = 2
+"""To the store, which a rank has at most at one time beside that of its world: one looks for ranks that are lost while
+a group connects (:mod:`xffl.distributed.failures.lost_in_connecting`), of which one is made at a time, and one has the
+notes of a wait (:class:`xffl.distributed.failures.world_store.WaitingNotes`)."""
+LOOKED_UP_FILES = 1
+"""What torch opens beside a connection to the store while it is made: it looks up a name for the address, to write it
+into its messages, in ``/etc/hosts`` or at a name server (torch 2.13)."""
+TRIED_CONNECTIONS = 1
+"""Those that a rank has closed, and rank 0 may not have noticed yet: it tries whether the store is there."""
 
 
 @dataclass(frozen=True)
@@ -66,17 +76,24 @@ class SessionFiles:
     :param limit: How many this process has open, and may have.
     :param place: The place of this process.
     :param store_files: How many a store of all ranks needs here.
+    :param waiting_files: How many more connections to it may be open here while ranks wait for each other.
     """
 
     limit: FileLimit
     place: ProcessEnvironment
     store_files: int
+    waiting_files: int
 
     @classmethod
     def of(cls, place: ProcessEnvironment, most: float, *, is_own_address: bool) -> SessionFiles:
         """Count for a process that may open ``most``; ``is_own_address`` tells that it brings no store of an agent."""
         is_elsewhere = has_agents_store(place) and not is_own_address
-        return cls(FileLimit.now(most), place, 1 if is_elsewhere else files_of_store(place.rank, place.world_size))
+        return cls(
+            FileLimit.now(most),
+            place,
+            store_files=1 if is_elsewhere else files_of_store(place.rank, place.world_size),
+            waiting_files=files_of_waiting(place.rank, place.world_size, is_served_here=not is_elsewhere),
+        )
 
     def check_store(self) -> None:
         """Raise ConfigError if the ranks cannot even meet; local."""
@@ -124,7 +141,7 @@ class SessionFiles:
                 if is_gloo:
                     made += connections_of_votes(topology, place.rank)
                 most = max(most, stores_and_world + made)
-        self.limit.check(place.rank, place.world_size, most)
+        self.limit.check(place.rank, place.world_size, most + self.waiting_files)
 
 
 def check_mesh(rank: int, world_size: int) -> None:
@@ -136,6 +153,20 @@ def check_mesh(rank: int, world_size: int) -> None:
 def files_of_store(rank: int, world_size: int) -> int:
     """Return how many files the store of a world needs in one of its ranks."""
     return STORE_FILES + world_size - 1 if rank == 0 else 1
+
+
+def files_of_waiting(rank: int, world_size: int, *, is_served_here: bool) -> int:
+    """Return how many connections to the store of a world ranks that wait for each other add to the files of a rank.
+
+    :param rank: The rank.
+    :param world_size: How many ranks there are.
+    :param is_served_here: Whether rank 0 serves the store, and not the process that has started it.
+    :return: Its own, and on rank 0 the other end of those of all ranks.
+    """
+    own = SECOND_CONNECTIONS * (1 + LOOKED_UP_FILES)
+    if rank > 0 or not is_served_here:
+        return own
+    return own + world_size * (SECOND_CONNECTIONS + TRIED_CONNECTIONS) + LOOKED_UP_FILES
 
 
 def files_of_groups(sizes: Iterable[int], world_size: int | None = None, *, has_messages: bool = False) -> int:

@@ -31,7 +31,7 @@ def make_cell_groups(state: DistributedState, made: list[dist.ProcessGroup], *, 
         return make_groups(create, topology=topology, rank=rank, kinds=("federation", "replica"), handles=1)
     if overlaps:
         groups = make_separate_groups(
-            make_creator(state, made, 0), topology=topology, rank=rank, timeout_s=timeout_s, handles=state.handle_count
+            make_creator(state, made, 0), topology=topology, rank=rank, timeout_s=timeout_s, senders=0
         )
         made += groups["world"] or ()
         return {kind: groups.get(kind) for kind in ("federation", "replica")}

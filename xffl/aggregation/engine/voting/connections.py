@@ -11,7 +11,7 @@ from xffl.aggregation.engine.transport import Move
 from xffl.aggregation.engine.voting.votes import swap
 from xffl.compat.group_names import fresh_name
 from xffl.distributed.failures.waits import NamedWait
-from xffl.distributed.groups import Gathering, watched
+from xffl.distributed.groups import Gathering, in_turn, watched
 
 __all__ = ["connect_tree"]
 
@@ -47,8 +47,7 @@ def connect_tree(
     voting = group or dist.group.WORLD
     assert voting is not None, "ranks vote in a world"
     ranks = dist.get_process_group_ranks(voting)
-    # Not by the names of the world: other ranks may have votes that need no connections (a part of levels).
-    name = f"xffl_votes/{fresh_name(ranks, voting)}"
-    gathering = Gathering(voting.get_group_store(), name, len(ranks), within_s)
-    with NamedWait("the connections of votes", group):
-        watched(connect, gathering)
+    with in_turn(), NamedWait("the connections of votes", group):
+        # Not by the names of the world: other ranks may have votes that need no connections (a part of levels).
+        name = f"xffl_votes/{fresh_name(ranks, voting)}"
+        watched(connect, Gathering(voting.get_group_store(), name, len(ranks), within_s))
