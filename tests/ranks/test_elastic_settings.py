@@ -185,6 +185,28 @@ def test_a_cell_whose_ranks_do_not_go_together_ends_and_the_others_lose_no_round
         assert told[1][name].startswith(begins) and names in told[1][name]
 
 
+def weigh_unlike(rank: int, world: int, url: str, ports: tuple[int, ...]) -> str:
+    """Be one of two cells that begin a run, of which the first, whose model both take, gives no weight."""
+    be_launched(0, 1, ports[rank])
+    elastic = ElasticParameters(lighthouse=url, least_cells=world, meeting_timeout_s=10)
+    with xffl.session(cell=rank, cells=world, elastic=elastic, timeout_s=60) as state:
+        rounds = open_rounds(state, nn.Linear(5, 3))
+        rounds.join()
+        try:
+            make_round(rounds, 0.1, weight=None if rank == 0 else 3.0)
+        except xffl.XfflError as refused:
+            return f"{type(refused).__name__}: {refused}"
+        finally:
+            rounds.close()
+    return ""
+
+
+def test_cells_that_weigh_unlike_from_the_beginning_all_end(lighthouse: str) -> None:  # noqa: F811
+    """Nobody knows which of them is wrong: no cell has said how it weighs in the round that begins a run."""
+    told = run_world(2, weigh_unlike, lighthouse, (free_port(), free_port()), init=False, timeout_s=60)
+    assert [text.partition(" gave no weight")[0] for text in told] == ["ConfigError: ranks [0]"] * 2
+
+
 def step_apart(rank: int, world: int, url: str, port: int) -> str:
     """Be a rank of a cell whose ranks load checkpoints with other steps since the round; return what it has raised."""
     be_launched(rank, world, port)

@@ -501,7 +501,8 @@ class ElasticAggregator:
 
     def _note_taken(self, aggregator: Aggregator, epoch: Epoch, report: RoundReport | None, fate: Fate) -> None:
         """Note what the next round starts from, and what this cell took over."""
-        self._accepted.accept()
+        if epoch.base is not None:  # in the first round no cell says how it weighs
+            self._accepted.accept()
         self._agreed = None
         self._fellows = frozenset(epoch.lives)
         is_behind = fate is not Fate.GAVE
