@@ -5,13 +5,16 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
+from torch import nn
 
 from tests.rounds import options_of
 from xffl.aggregation.engine.arena import Arena
 from xffl.aggregation.engine.buffers import Copies
 from xffl.aggregation.engine.global_model import GlobalModel
 from xffl.aggregation.engine.planning.plan import Cut, Item, plan_groups, plan_transfers
+from xffl.aggregation.federations.first_memory import SLACK, measure_memory
 from xffl.topology import Topology
 
 SIZES = {"big": 4000, "bias": 100, "other": 4000}
@@ -63,3 +66,16 @@ def test_tables_are_given_memory_that_was_prepared_as_long_as_there_is_some() ->
     arena.prepare(64, [4096])
     arena.drop_prepared()
     assert arena.give(500, torch.float64, torch.device("cpu")).untyped_storage().nbytes() == 4000
+
+
+@pytest.mark.parametrize(
+    "server, is_shared_on_gpus, values, tables",
+    [("fedadam", False, 24, 3), (None, False, 24, 1), ("fedadam", True, 0, 3), ("fedadam:device=meta", False, 24, 0)],
+)
+def test_only_memory_of_the_host_that_every_rank_needs_is_prepared(
+    server: str | None, is_shared_on_gpus: bool, values: int, tables: int
+) -> None:
+    model = nn.Linear(3, 3).to(torch.bfloat16)
+    given = {"server": server}
+    measured = measure_memory(model, given, keeps_agreed=True, is_shared_on_gpus=is_shared_on_gpus)
+    assert measured == (values + SLACK if values else 0, [48 + SLACK] * tables)

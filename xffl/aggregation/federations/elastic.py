@@ -39,7 +39,7 @@ from xffl.aggregation.federations.own_ranks import compare_held, compare_options
 from xffl.aggregation.pending import PendingRound
 from xffl.aggregation.report import ElasticRoundReport, RoundReport
 from xffl.checks import shorten
-from xffl.distributed.agreement.consistency import check_consistent, run_on_all_ranks
+from xffl.distributed.agreement.consistency import cell_gpu, check_consistent, run_on_all_ranks
 from xffl.distributed.collectives import all_gather_json
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.failures.faults import inject, start_round
@@ -288,7 +288,11 @@ class ElasticAggregator:
             compare_held(self._federation.record)
             self._is_compared = True
             if self._federation.is_likely_behind():
-                self._arena.prepare(*measure_memory(self.model, self._options, keeps_agreed=self._keeps_agreed))
+                is_shared_on_gpus = cell_gpu(self._state) is not None
+                memory = measure_memory(
+                    self.model, self._options, keeps_agreed=self._keeps_agreed, is_shared_on_gpus=is_shared_on_gpus
+                )
+                self._arena.prepare(*memory)
         report = self.end_doubt(is_stopping)
         if not self._tries:
             self._opened_at = time.perf_counter()

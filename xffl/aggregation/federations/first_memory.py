@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from xffl.aggregation.algorithms.server_optimizer import server_of
@@ -20,12 +21,16 @@ SLACK = 1 << 16
 """Bytes for the alignment of a table's parts."""
 
 
-def measure_memory(model: nn.Module, given: Mapping[str, Any], *, keeps_agreed: bool) -> tuple[int, list[int]]:
+def measure_memory(
+    model: nn.Module, given: Mapping[str, Any], *, keeps_agreed: bool, is_shared_on_gpus: bool
+) -> tuple[int, list[int]]:
     """Return the bytes of a round's new values, and those of each table of the global model; local.
 
     :param model: The model.
     :param given: Options of :class:`xffl.Aggregator`.
     :param keeps_agreed: Whether rounds keep the model that was agreed on last.
+    :param is_shared_on_gpus: Whether ranks get a round's values on their GPUs. In the host's memory these are then on
+        the ranks alone that send them, which this does not know.
     :return: What this rank is about to need, as far as is known before it has met others; nothing where its model or
         options are wrong, which it is told on entering. A table is the agreed model, or what the server keeps for each
         of its elements.
@@ -40,6 +45,6 @@ def measure_memory(model: nn.Module, given: Mapping[str, Any], *, keeps_agreed: 
     values = sum(elements.numel() * elements.itemsize for elements, _ in moving)
     table = sum(elements.numel() * wide_type(elements.dtype).itemsize for elements, is_stepped in moving if is_stepped)
     tables = 0
-    if keeps_agreed:
+    if keeps_agreed and (server is None or server.device is None or torch.device(server.device).type == "cpu"):
         tables = 1 if server is None else 1 + len(server.state_names)
-    return values + SLACK, [table + SLACK] * tables
+    return 0 if is_shared_on_gpus else values + SLACK, [table + SLACK] * tables
