@@ -188,7 +188,7 @@ def test_a_cell_whose_ranks_do_not_go_together_ends_and_the_others_lose_no_round
 def weigh_unlike(rank: int, world: int, url: str, ports: tuple[int, ...]) -> str:
     """Be one of two cells that begin a run, of which the first, whose model both take, gives no weight."""
     be_launched(0, 1, ports[rank])
-    elastic = ElasticParameters(lighthouse=url, least_cells=world, meeting_timeout_s=10)
+    elastic = ElasticParameters(lighthouse=url, least_cells=world, meeting_timeout_s=30)
     with xffl.session(cell=rank, cells=world, elastic=elastic, timeout_s=60) as state:
         rounds = open_rounds(state, nn.Linear(5, 3))
         rounds.join()
@@ -203,7 +203,7 @@ def weigh_unlike(rank: int, world: int, url: str, ports: tuple[int, ...]) -> str
 
 def test_cells_that_weigh_unlike_from_the_beginning_all_end(lighthouse: str) -> None:  # noqa: F811
     """Nobody knows which of them is wrong: no cell has said how it weighs in the round that begins a run."""
-    told = run_world(2, weigh_unlike, lighthouse, (free_port(), free_port()), init=False, timeout_s=60)
+    told = run_world(2, weigh_unlike, lighthouse, (free_port(), free_port()), init=False, timeout_s=100)
     assert [text.partition(" gave no weight")[0] for text in told] == ["ConfigError: ranks [0]"] * 2
 
 
