@@ -36,7 +36,7 @@ from xffl.cluster.doctor.compare import (
 )
 from xffl.cluster.doctor.examine import examine, examine_hosts
 from xffl.cluster.doctor.member import Part, _outlive
-from xffl.cluster.doctor.messages import ERROR, OK, WARNING, Answer, Finding, Member, Place, Plan, Report
+from xffl.cluster.doctor.messages import ERROR, OK, WARNING, Answer, Finding, Member, PairResult, Place, Plan, Report
 from xffl.cluster.doctor.probe import (
     REQUIRED,
     Request,
@@ -498,6 +498,14 @@ def test_a_host_that_fails_and_ranks_that_are_missing_are_told() -> None:
     assert findings["host", "b#1"].text == "lost: it did not answer in time" and ("host", "rank 2") in findings
     assert findings["cells", ""].text == "not checked, since 2 of 5 ranks are missing"
     assert findings["all-reduce", ""].text == "a and b#2: b#2: no answer"
+
+
+@pytest.mark.parametrize("half", [{}, {"seconds": 0.0, "mib": 4.0}])
+def test_an_all_reduce_that_a_host_says_nothing_of_has_failed(half: PairResult) -> None:
+    members = {0: member("a", 0), 1: member("b", 1)}
+    survey = Survey(Request(), members, 2, answers={0: ANSWER, 1: {**ANSWER, "pairs": {"0-1.1": half}}})
+    (found,) = [each for each in survey.report(survey.plan()).findings if each.check == "all-reduce"]
+    assert (found.status, found.text) == (ERROR, "a and b: b: it sent no result")
 
 
 def test_ranks_that_differ_in_a_secret() -> None:
