@@ -34,9 +34,9 @@ from xffl.cluster.doctor.compare import (
     compare_versions,
     merge,
 )
-from xffl.cluster.doctor.examine import examine
-from xffl.cluster.doctor.member import _outlive
-from xffl.cluster.doctor.messages import ERROR, OK, WARNING, Answer, Finding, Member, Place, Plan, Report
+from xffl.cluster.doctor.examine import examine, examine_hosts
+from xffl.cluster.doctor.member import Part, _outlive
+from xffl.cluster.doctor.messages import ERROR, OK, WARNING, Answer, Finding, Member, PairResult, Place, Plan, Report
 from xffl.cluster.doctor.probe import (
     REQUIRED,
     Request,
@@ -500,6 +500,14 @@ def test_a_host_that_fails_and_ranks_that_are_missing_are_told() -> None:
     assert findings["all-reduce", ""].text == "a and b#2: b#2: no answer"
 
 
+@pytest.mark.parametrize("half", [{}, {"seconds": 0.0, "mib": 4.0}])
+def test_an_all_reduce_that_a_host_says_nothing_of_has_failed(half: PairResult) -> None:
+    members = {0: member("a", 0), 1: member("b", 1)}
+    survey = Survey(Request(), members, 2, answers={0: ANSWER, 1: {**ANSWER, "pairs": {"0-1.1": half}}})
+    (found,) = [each for each in survey.report(survey.plan()).findings if each.check == "all-reduce"]
+    assert (found.status, found.text) == (ERROR, "a and b: b: it sent no result")
+
+
 def test_ranks_that_differ_in_a_secret() -> None:
     environs = [
         {"XFFL_TRACKING__TOKEN": "hush-1", "XFFL_KEY": "hush-3", "XFFL_IFNAME": "eth0", "NCCL_DEBUG": "INFO"},
@@ -595,15 +603,51 @@ def test_hosts_are_not_compared_without_torch(tmp_path: Path) -> None:
     assert findings_of(ran.stdout)["meeting"]["status"] == WARNING and json.loads(ran.stdout)["hosts"] == ["a"]
 
 
+def test_a_host_whose_ssh_is_cut_off_is_not_well(tmp_path: Path) -> None:
+    """It starts there, and ends before the report has come."""
+    program(
+        tmp_path,
+        "ssh",
+        """case $(cat) in *'"part": null'*) echo '{"ready": 20000}' ;; *) echo '{"report": null}'; exit 255 ;; esac""",
+    )
+    report = examine_hosts([Host("a")], Request(), {"PATH": os.environ["PATH"], "XFFL_SSH": str(tmp_path / "ssh")})
+    found = {finding.status: finding for finding in report.findings}
+    assert report.exit_code == 1 and found[ERROR].text == "cannot be used: exit code 255", report
+    assert found[ERROR].host == "a"
+
+
+def test_rank_0_without_an_interface_is_known_by_where_it_was_met() -> None:
+    part = Part(count=2, world_size=2, machines=2, address="127.0.0.2", port=free_port())
+    host = member_module._Host(Request(), part, [], lambda report: None)
+    host._me["report"], *_ = examine_host(Request(), {"PATH": "", "XFFL_IFNAME": "none"}, 2, 1)
+    assert host._me["report"]["address"] is None
+    host._take_torch(
+        {"torch": "2.13", "import_s": 2.0, "backends": ["gloo"], "gpus": 0, "nccl": None}
+        | {"cuda": "none", "processor": "x86_64"}
+    )
+    assert host._me["report"]["address"] == "127.0.0.2"
+
+
 # torch ----------------------------------------------------------------------------------------------------------------
 
 
-def test_a_torch_that_aborts_is_told_beside_the_rest(tmp_path: Path) -> None:
-    (tmp_path / "torch.py").write_text("import os\nos.abort()\n")
+@pytest.mark.parametrize(("end", "code"), [("abort()", -6), ("_exit(1)", 1)])
+def test_a_torch_that_ends_its_process_is_told_beside_the_rest(end: str, code: int, tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text(f"import os\nos.{end}\n")
     ran = doctor("--json", "--shared", str(tmp_path), PYTHONPATH=f"{tmp_path}:{ROOT}")
     found = findings_of(ran.stdout)
-    assert ran.returncode == 1 and found["torch"]["text"] == "torch cannot be loaded: exit code -6"
+    assert ran.returncode == 1 and found["torch"]["text"] == f"torch cannot be loaded: exit code {code}"
     assert found["packages"]["status"] == found["shared folder"]["status"] == OK and "all-reduce" not in found
+
+
+def test_a_doctor_that_is_killed_leaves_no_process(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text(f"import time\nopen({str(tmp_path / 'begun')!r}, 'w')\ntime.sleep(30)\n")
+    with start("--shared", str(tmp_path), PYTHONPATH=f"{tmp_path}:{ROOT}") as process:
+        while not (tmp_path / "begun").exists():
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.kill()
+        process.communicate(timeout=10)  # a child would keep its output open
 
 
 @pytest.mark.parametrize(("says", "is_loaded"), [(b"", False), (b"x", True)])

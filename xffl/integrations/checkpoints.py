@@ -22,6 +22,7 @@ from xffl.checkpoint.torch_files import load_archive
 from xffl.distributed.agreement.consistency import gather_objects, run_on_all_ranks
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.several_worlds.cell_notes import CellNotes
+from xffl.distributed.values.sharding import WRAPPERS
 from xffl.errors import CheckpointError, ConfigError
 from xffl.files import make_folders, open_regular, read_fields, remove_file, sync, write_whole, written_whole
 from xffl.reading import Fields
@@ -83,8 +84,9 @@ class CheckpointFiles(Protocol):
 
 
 def trained_names(model: nn.Module) -> list[str]:
-    """Return the names of the parameters that a model trains; local."""
-    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    """Return the names, without wrappers, of the parameters that a model trains; local."""
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return [".".join(part for part in name.split(".") if part not in WRAPPERS) for name in names]
 
 
 class CellCheckpoints:

@@ -422,6 +422,8 @@ class Survey:
             for rank, (unit, host) in enumerate((self._units[low], self._units[high])):
                 silent: PairResult = {"error": "no answer", "is_silent": True}
                 half = answers[host]["pairs"].get(f"{low}-{high}.{rank}", silent) if host in answers else silent
+                if "error" not in half and not (half.get("seconds", 0.0) > 0.0 and "mib" in half):
+                    half = {"error": "it sent no result"}
                 half = {**half, "error": f"{unit}: {half['error']}"} if "error" in half else half
                 results.setdefault((low, high), []).append(half)
         findings += compare_pairs([name for name, _ in self._units], results)

@@ -137,11 +137,13 @@ def _run_there(host: Host, job: Mapping[str, Any], environ: Mapping[str, str], l
         for line in reversed(ran.stdout.splitlines()):  # a login script may print something, too
             with suppress(ValueError):
                 message = parse_json(line, limit=LARGEST, is_finite=True)
-                if isinstance(message, dict) and "refused" not in message:
-                    return message
-                if isinstance(message, dict):
+                if not isinstance(message, dict):
+                    continue
+                if "refused" in message:
                     why, advice = str(message["refused"])[:1000], "use the same environment and folder on all hosts"
                     return Finding("ssh", status=ERROR, text=f"cannot be used: {why}", advice=advice, host=host.name)
+                if ran.returncode == 0 or message.get("report", message) is not None:
+                    return message  # else it was cut off before it could tell
         said = [line for line in ran.stderr.decode(errors="replace").splitlines() if line.strip()]
         why = f"used: {said[-1].strip()[:200] if said else f'exit code {ran.returncode}'}"
     except subprocess.TimeoutExpired:

@@ -26,6 +26,7 @@ from xffl.cluster.listening import Opened, open_listener
 from xffl.cluster.network import LOOPBACK, list_interfaces
 from xffl.cluster.reaching import connection_error
 from xffl.cluster.slurm.allocation import Host
+from xffl.compat.libc import die_with_parent
 from xffl.errors import ConfigError, LaunchError
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ _IMPORT_S = 45.0  # for importing torch, beside --timeout; a cold file system ne
 _SLACK_S = 30.0
 _CONNECT_S = 5.0
 _PAUSE_S = 0.1
+_HAS_TOLD = 100  # added to the exit code of a child that has done its part: libraries end with 0 or 1, too
 _BROKEN = 70  # the exit code of a child that cannot even tell
 
 
@@ -109,9 +111,11 @@ class _Host:
         if child == 0:
             code = _BROKEN
             try:
+                die_with_parent(signal.SIGKILL)  # it would hold the port and the output until its waits end
                 os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what torch says of its own is no finding
-                code = self._use_torch(trouble, writer)
+                ended = self._use_torch(trouble, writer)
                 sys.stdout.flush()
+                code = _HAS_TOLD + ended
             finally:
                 os._exit(code)  # a thread of torch may still wait for a host that never came
         os.close(writer)
@@ -190,7 +194,9 @@ class _Host:
             interface = next((each.name for each in list_interfaces() if each.address == LOOPBACK), interface)
         if interface:
             os.environ["GLOO_SOCKET_IFNAME"] = interface
-        if report["address"] is None and self._part.number > 0:
+        if report["address"] is None and self._part.number == 0 and self._part.count > 1:
+            report["address"] = self._part.address  # where the others have met it
+        elif report["address"] is None and self._part.number > 0:
             # Without a name or an interface that works, a host is at least known by the address that rank 0 sees.
             with suppress(OSError):
                 place = self._part.address, self._part.port
@@ -236,7 +242,7 @@ def _outlive(child: int, reader: int, import_limit_s: float) -> tuple[int | str,
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if not has_ended:
         return "it did not answer in time", is_loaded
-    return (code if code in (0, 1) else f"exit code {code}"), is_loaded
+    return (code - _HAS_TOLD if code in (_HAS_TOLD, _HAS_TOLD + 1) else f"exit code {code}"), is_loaded
 
 
 def _failed(why: str) -> Finding:
