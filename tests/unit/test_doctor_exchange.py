@@ -11,12 +11,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from tests.listening import find_listeners
 from xffl.cluster.doctor import member
+from xffl.cluster.doctor.compare import Survey
 from xffl.cluster.doctor.exchange import HostStore
 from xffl.cluster.doctor.member import Part, follow, lead
 from xffl.cluster.doctor.messages import ERROR, Answer, Finding, HostReport, Member, Plan, Report, read
@@ -28,6 +29,8 @@ from xffl.errors import ConfigError
 
 REPORT = HostReport(
     findings=[Finding("x", "ok", "well")],
+    alone=[],
+    machine="m/1/net",
     versions={"python": "3", "xffl": "1", "torch": "2"},
     runtime=Runtime("x86_64", "2", "none", "none", "1", "3"),
     nccl=None,
@@ -66,6 +69,24 @@ def test_what_is_right_is_read_as_it_was_sent() -> None:
     assert encoded(read(Plan, encoded({**PLAN, "more": 1}))) == encoded(PLAN)
     report = Report((Finding("x", "error", "why", "do", "b"),), ("a", "b"), 2)
     assert read(Report, encoded(report)) == report
+
+
+def test_hosts_of_several_names_that_are_one_machine_need_loopback_only() -> None:
+    lonely, before, behind = (Finding(name, "ok", "well") for name in ("interface", "packages", "limits"))
+    report = {**REPORT, "findings": [before, Finding("interface", "error", "loopback", "set it"), behind]}
+
+    def checks(machines: str, world_size: int = 2) -> list[tuple[str, str]]:
+        members = {
+            at: {**rank(at), "report": {**report, "alone": [lonely], "machine": machine}}
+            for at, machine in enumerate(machines)
+        }
+        survey = Survey(Request(), cast(dict[int, Member], members), world_size, with_pairs=False)
+        found = survey.report(survey.plan()).findings
+        names = ("packages", "interface", "limits")
+        return [(finding.check, finding.status) for finding in found if finding.check in names]
+
+    assert checks("mm") == [("packages", "ok"), ("interface", "ok"), ("limits", "ok")]
+    assert checks("mn") == checks("mm", 3) == [("packages", "ok"), ("interface", "error"), ("limits", "ok")]
 
 
 def test_signs_that_move_a_cursor_are_not_shown() -> None:

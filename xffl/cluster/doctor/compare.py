@@ -6,6 +6,7 @@ import secrets
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -383,7 +384,13 @@ class Survey:
         names = tuple(self.hosts.values())
         reports = {name: self.report_of(number) for number, name in self.hosts.items()}
         findings = [*self.findings, *compare_environments([member for _, member in self._ranks])]
-        findings += [replace(each, host=name) for name, report in reports.items() for each in report["findings"]]
+        # Hosts of several names may be one machine, such as the nodes of a SLURM that somebody tries at home.
+        is_one_machine = not self.missing and len({report["machine"] for report in reports.values()}) == 1
+        findings += [
+            replace(each, host=name)
+            for name, report in reports.items()
+            for each in (_alone(report) if is_one_machine else report["findings"])
+        ]
         if len(names) > 1:
             findings += compare_versions({name: report["versions"] for name, report in reports.items()})
             clocks = {self.hosts[number]: clock for number, clock in self.clocks.items()}
@@ -453,6 +460,13 @@ class Survey:
         firsts = [self._ranks[topology.federation(cell)[0]][0] for cell in range(topology.cells)]
         cells = [(f"cell {cell} ({name})", name) for cell, name in enumerate(firsts) if name in hosts]
         return cells if len(cells) > 1 else units
+
+
+def _alone(report: HostReport) -> list[Finding]:
+    """Return what a host has found of itself, with what holds of its interfaces if there is no other machine."""
+    before = list(takewhile(lambda finding: finding.check != "interface", report["findings"]))
+    behind = [finding for finding in report["findings"][len(before) :] if finding.check != "interface"]
+    return [*before, *report["alone"], *behind]
 
 
 def check_cells(federated: Federation, by: str, ranks: Sequence[Host]) -> tuple[Topology | None, Finding]:

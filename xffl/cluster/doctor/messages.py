@@ -96,6 +96,8 @@ class HostReport(TypedDict):
     """What a host has found of itself, and what others must know of it."""
 
     findings: list[Finding]
+    alone: list[Finding]  # of its interfaces, in place of those above, if no other machine is in the job
+    machine: str  # differs between machines, and between containers of one machine with networks of their own
     versions: dict[str, str]
     runtime: Runtime
     nccl: str | None  # what its GPUs communicate by, such as "nccl 2.27.3"

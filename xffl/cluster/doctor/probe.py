@@ -38,7 +38,7 @@ from xffl.cluster.doctor.messages import (
 )
 from xffl.cluster.hosts import resolve
 from xffl.cluster.launch.ssh_agent import free_port
-from xffl.cluster.network import LOOPBACK, Interface, list_interfaces
+from xffl.cluster.network import LOOPBACK, Interface, host_identity, list_interfaces
 from xffl.cluster.reaching import connection_error
 from xffl.cluster.runtimes import Runtime
 from xffl.cluster.sizes import Federation
@@ -364,15 +364,19 @@ def examine_host(
 
     :param request: The options of the command.
     :param environ: The variables of the rank.
-    :param machines: How many machines the job is on.
+    :param machines: How many machines the job is on, by the names of its hosts.
     :param world_size: The number of its ranks.
     :return: The report, the number of GPUs, and the sockets at which other hosts are to reach this one.
     """
     versions, interfaces = find_versions(), list_interfaces()
     network, address = check_interfaces(environ, machines, interfaces)
+    alone, _ = check_interfaces(environ, 1, interfaces)
     if machines == 1 and not any(environ.get(name) for name in _NAMES):
         address = LOOPBACK  # as stores and gloo in a job of one host
     gpu_finding, gpus = check_gpus("gpu" in request.needs, environ)
+    namespace = ""
+    with suppress(OSError):
+        namespace = os.readlink("/proc/self/ns/net")
     listeners = []
     if world_size > 1:
         # Linux completes connections to a port with a listener, up to the backlog: nobody needs to accept them.
@@ -380,6 +384,8 @@ def examine_host(
         listeners = [socket.create_server((address or "", port), backlog=256) for port in (free_port(), 0)]
     report = HostReport(
         findings=[*check_packages(versions), gpu_finding, *network, *check_limits(world_size)],
+        alone=alone,
+        machine=f"{host_identity()}/{namespace}",
         versions=versions,
         runtime=Runtime(torch=versions["torch"], xffl=versions["xffl"], python=versions["python"]),
         nccl=None,
