@@ -181,30 +181,34 @@ class Lighthouse:
                 # In slices, so that Python can run signal handlers in between.
                 answer = answers.get(timeout=max(0.0, min(0.2, deadline - time.monotonic())))
             except queue.Empty:
+                is_answered = False
                 if self._asked_at not in (None, self._url):
                     self._answers = None  # another lighthouse has replaced the one that has the request
-                if is_left():
-                    return None
-                if time.monotonic() < deadline:
-                    continue
-                if self._trouble is None:
-                    return None
+            else:
+                is_answered = True
+                self._answers = None
+                if isinstance(answer, Exception):
+                    self._client = None  # the lighthouse may have been restarted
+                    self._trouble = _text(answer)
+                else:
+                    meeting = self._read(answer)
+                    if any(other.life == self._life and other.serial == self._serial for other in meeting.records):
+                        self._trouble = None
+                        self._register.note(meeting.records)
+                        return meeting
+                    # The others have not seen this cell's record, although the lighthouse counted this cell as present.
+                    self._trouble = f"somebody else asks there in the name of {name_cell(self._life)}"
+            if is_left():
+                return None
+            left_s = deadline - time.monotonic()
+            if left_s <= 0.0 and self._trouble is None:
+                return None
+            if left_s <= 0.0:
                 is_fixed = not self._place.startswith("file:")
                 hint = "; see that it runs, and that this host reaches it" if is_fixed else ""
-                raise LaunchError(f"the lighthouse {self._place} does not answer ({self._trouble}){hint}") from None
-            self._answers = None
-            if not isinstance(answer, Exception):
-                meeting = self._read(answer)
-                if any(other.life == self._life and other.serial == self._serial for other in meeting.records):
-                    self._trouble = None
-                    self._register.note(meeting.records)
-                    return meeting
-                # The others have not seen this cell's record, although the lighthouse counted this cell as present.
-                self._trouble = f"somebody else asks there in the name of {name_cell(self._life)}"
-            else:
-                self._client = None  # the lighthouse may have been restarted
-                self._trouble = _text(answer)
-            time.sleep(AGAIN_S)
+                raise LaunchError(f"the lighthouse {self._place} does not answer ({self._trouble}){hint}")
+            if is_answered:
+                time.sleep(min(AGAIN_S, left_s))
 
     def _read(self, answer: Quorum) -> Meeting:
         """Return the meeting of an answer, with its valid records and with the lives whose records are not."""
