@@ -21,7 +21,6 @@ from tests.ports import free_port
 from tests.ranks.test_round import digests, make_state
 from tests.rounds import aggregator_of
 from tests.worlds import WorldError, run_world
-from xffl import ballot_sizes
 from xffl.aggregation.engine import buffers as looks
 from xffl.aggregation.engine import cell, transport
 from xffl.aggregation.engine.decision.consensus import AgreedRound, RoundBroken, RoundInput
@@ -34,6 +33,7 @@ from xffl.cluster.network import Timeouts
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.groups import Groups
 from xffl.distributed.several_worlds.cross_world import CrossWorldGroup
+from xffl.message_sizes import ballots as ballot_sizes
 from xffl.topology import Topology
 
 

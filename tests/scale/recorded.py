@@ -21,9 +21,9 @@ import torch.distributed as dist
 
 from xffl.aggregation.engine.voting.ballots import Ballots
 from xffl.aggregation.engine.voting.votes import PACKED, VOTE_TAG, RoundStatus
-from xffl.ballot_sizes import BALLOT_LENGTH_BYTES, ranks_below
 from xffl.cluster.recognition.claims import Claim
 from xffl.costs import MOST_IN_TABLES, STATUS_BYTES, neighbours_of_barrier
+from xffl.message_sizes.ballots import BALLOT_LENGTH_BYTES, ranks_below
 from xffl.planning.startup import (
     ADDRESS_BYTES,
     messages_of_all_gather,

@@ -21,8 +21,8 @@ from xffl.aggregation import compression as quantize
 from xffl.aggregation import two_bits
 from xffl.aggregation.compression import Blockwise, Cast, Codec, CodePlace, ErrorFeedback, TopK, codec_of
 from xffl.aggregation.two_bits import SparseBlocks, TwoBits
-from xffl.codec_sizes import codec_ratio
 from xffl.errors import ConfigError
+from xffl.message_sizes.codecs import codec_ratio
 
 Floats = npt.NDArray[np.float64]
 

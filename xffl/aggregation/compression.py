@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from xffl.checks import integer, number, one_of
-from xffl.codec_sizes import MAX_BLOCK, block_bytes, kept_values, read_codec, scale_bytes, topk_bytes
 from xffl.errors import CheckpointError, ConfigError
+from xffl.message_sizes.codecs import MAX_BLOCK, block_bytes, kept_values, read_codec, scale_bytes, topk_bytes
 
 if TYPE_CHECKING:
     from xffl.aggregation.engine.planning.transfers import Bucket
@@ -298,7 +298,7 @@ class TopK(Codec):
 def codec_of(name: str | Codec) -> Codec | None:
     """Return the codec of a name such as ``int8:block=128`` or ``topk:0.01,value=fp16``, ``None`` for ``none``.
 
-    A codec is returned as it is. ``xffl.codec_sizes.CODECS`` has the names with their options.
+    A codec is returned as it is. ``xffl.message_sizes.codecs.CODECS`` has the names with their options.
     """
     if isinstance(name, Codec):
         return name

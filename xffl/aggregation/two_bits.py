@@ -8,7 +8,7 @@ import torch
 
 from xffl.aggregation.compression import Codec
 from xffl.checks import integer, number
-from xffl.codec_sizes import (
+from xffl.message_sizes.codecs import (
     DECAY,
     DENSITY,
     LARGEST_EXACT_BLOCK,

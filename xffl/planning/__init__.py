@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from xffl.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from xffl.codec_sizes import codec_bytes, codec_ratio
+    from xffl.message_sizes.codecs import codec_bytes, codec_ratio
     from xffl.planning.bench_tables import bench_figure, bench_table
     from xffl.planning.codec_links import codec_limits
     from xffl.planning.figures import topology_figure

@@ -17,10 +17,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from xffl.ballot_sizes import vote_message_bytes
 from xffl.checks import integer, number, one_of
 from xffl.costs import FORMS, IN_FLIGHT, MOST_IN_TABLES, form_of, pipeline_depth
 from xffl.errors import ConfigError
+from xffl.message_sizes.ballots import vote_message_bytes
 from xffl.topology import Topology
 
 __all__ = ["ASSUMPTIONS", "Link", "RoundForecast", "StepForecast", "forecast_data_parallel", "forecast_round"]
@@ -173,8 +173,9 @@ def forecast_round(
     :param form: ``all_gather``, ``two_hop``, or ``auto``: as the aggregator chooses.
     :param rails: Whether every replica of a shard sends a part of its buckets, instead of one sender.
     :param own_links: Whether every rank that sends has a link of its own, instead of one for its cell.
-    :param codec_ratio: Bytes that cross over bytes of the model, above 0; see :func:`~xffl.codec_sizes.codec_ratio`.
-        ``None``: values cross as they are. A codec takes time even if its ratio is 1 (bf16 for a model in bf16).
+    :param codec_ratio: Bytes that cross over bytes of the model, above 0; see
+        :func:`~xffl.message_sizes.codecs.codec_ratio`. ``None``: values cross as they are. A codec takes time even if
+        its ratio is 1 (bf16 for a model in bf16).
     :param bucket_bytes: Bytes of the model in a bucket, at least 1.
     :param fragments: Parts of the model, of which a round exchanges one; at least 1.
     :param delay: Local steps after which the result is merged, below ``every``; 0 waits for it. Needs ``atomic``.

@@ -11,10 +11,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from xffl.ballot_sizes import ranks_below, vote_message_bytes
 from xffl.compat import gloo_connections
 from xffl.compat.gloo_connections import BATCH
 from xffl.costs import MOST_IN_TABLES, neighbours_of_barrier, peers_in_votes
+from xffl.message_sizes.ballots import ranks_below, vote_message_bytes
 from xffl.topology import Topology
 
 __all__ = [

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from xffl.codec_sizes import codec_ratio
+from xffl.message_sizes.codecs import codec_ratio
 from xffl.planning.forecast import BUCKET_BYTES, RoundForecast
 from xffl.planning.text import bytes_text, seconds_text
 from xffl.topology import Topology

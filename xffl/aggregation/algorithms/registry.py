@@ -26,8 +26,8 @@ import yaml
 from jsonargparse import ArgumentParser
 
 from xffl.checks import did_you_mean, number, one_of, real
-from xffl.codec_sizes import DENSITY, SPARSE_BLOCK, sparse_bytes
 from xffl.errors import ConfigError
+from xffl.message_sizes.codecs import DENSITY, SPARSE_BLOCK, sparse_bytes
 from xffl.naming import Writer, check_maker, import_named
 
 __all__ = [

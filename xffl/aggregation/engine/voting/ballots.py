@@ -17,11 +17,11 @@ import torch.distributed as dist
 from xffl.aggregation.engine.transport import Move, Progress
 from xffl.aggregation.engine.voting.connections import connect_tree
 from xffl.aggregation.engine.voting.votes import PACKED, RoundStatus, swap
-from xffl.ballot_sizes import BALLOT_LENGTH_BYTES, ballot_head_bytes, ranks_below
 from xffl.compat.gloo_connections import is_lazy
 from xffl.costs import STATUS_BYTES, peers_in_votes
 from xffl.distributed.collectives import Group, group_size
 from xffl.distributed.several_worlds.cross_world import CrossWorldGroup
+from xffl.message_sizes.ballots import BALLOT_LENGTH_BYTES, ballot_head_bytes, ranks_below
 from xffl.topology import Topology
 
 __all__ = ["BallotTree", "Ballots"]
