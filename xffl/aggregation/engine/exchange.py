@@ -183,11 +183,11 @@ class Exchange:
         self.stages = tuple(staying)
 
     @torch.no_grad()
-    def restart(self) -> None:
+    def start_from_model(self) -> None:
         """Let codecs and a server optimizer go on from the model as it stands; local, with the same in all cells."""
         self.layout.look_up()
         for stage in self.stages:
-            stage.restart()
+            stage.start_from_model()
 
 
 class Inspection(NamedTuple):
