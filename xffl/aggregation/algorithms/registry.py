@@ -20,15 +20,17 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
-from jsonargparse import ArgumentParser
 
 from xffl.checks import did_you_mean, number, one_of, real
 from xffl.errors import ConfigError
 from xffl.message_sizes.codecs import DENSITY, SPARSE_BLOCK, sparse_bytes
 from xffl.naming import Writer, check_maker, import_named
+
+if TYPE_CHECKING:
+    from jsonargparse import ArgumentParser
 
 __all__ = [
     "ENTRIES",
@@ -487,6 +489,8 @@ def _checked_instance(kind: str, instance: Any) -> Any:
 
 def _parser(what: str, target: Any, left_out: set[str], leading: int) -> tuple[ArgumentParser, list[str]]:
     """Return a parser of the options, without those in ``left_out``, and their names."""
+    from jsonargparse import ArgumentParser  # a tenth of what a rank imports, and most make nothing with options
+
     parser = ArgumentParser(exit_on_error=False)
     skip: set[str | int] = {*left_out, *([leading] if leading else [])}
     add: Any = parser.add_class_arguments if inspect.isclass(target) else parser.add_function_arguments
