@@ -69,7 +69,7 @@ def test_success_passes_arguments_and_federation(xffl: Start, tmp_path: Path) ->
     code, out, err = finish(
         xffl("--processes 4 --federated (2,2) --hsdp 1", textwrap.dedent(script), *hostile, name=name)
     )
-    assert (code, out) == (0, "") and err.startswith(f"xffl: --processes behind {name} goes to the script")
+    assert (code, out) == (0, "") and err.startswith(f"xffl: --processes after {name} goes to the script")
     assert err.count("\n") == 1
     for rank in range(4):
         told = json.loads((tmp_path / f"told.{rank}").read_text())

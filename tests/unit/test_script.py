@@ -320,8 +320,8 @@ def test_options_behind_the_script_are_hinted_at(here: Path, capsys: pytest.Capt
     from xffl.jobs.programs.script import hint_at_options
 
     for words, hint in (
-        ("train.py --federated 2,2 --lr 1 --processes=3", "--federated, --processes behind train.py goes"),
-        ("-m pkg.train --federated 2,2", "--federated behind -m pkg.train goes to the script"),
+        ("train.py --federated 2,2 --lr 1 --processes=3", "--federated, --processes after train.py goes"),
+        ("-m pkg.train --federated 2,2", "--federated after -m pkg.train goes to the script"),
         ("train.py --lr 1 -- --federated", ""),
         ("train.py --help --lr", ""),
         ("--federated.py", ""),

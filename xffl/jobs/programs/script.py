@@ -136,7 +136,7 @@ def hint_at_options(command: Sequence[str]) -> None:
         names = ", ".join(dict.fromkeys(word.partition("=")[0] for word in mine))
         who = "-m " + command[1] if is_module(command) else command[0]
         print(
-            f"xffl: {names} behind {who} goes to the script; an option of xffl exec stands before it: "
+            f"xffl: {names} after {who} goes to the script; an option of xffl exec stands before it: "
             f"xffl exec {mine[0]} ... {who}",
             file=sys.stderr,
         )
