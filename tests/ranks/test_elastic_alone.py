@@ -20,8 +20,11 @@ from tests.ports import free_port
 from tests.ranks.test_elastic import journal, lighthouse, pytestmark  # noqa: F401 - fixtures and marks of this module
 from tests.ranks.test_elastic_state import Stage, play
 from tests.worlds import be_launched, run_world
-from xffl.aggregation.engine.decision.consensus import RoundInput
+from xffl.aggregation.engine.buffers import Copies
+from xffl.aggregation.engine.decision.consensus import RoundBroken, RoundInput
+from xffl.aggregation.engine.stages.hand_over import SharedValues
 from xffl.aggregation.federations.elastic import ElasticAggregator
+from xffl.aggregation.federations.fixed_tensors import FixedTensors
 from xffl.distributed import ElasticParameters
 from xffl.distributed.agreement.consistency import gather_objects
 from xffl.distributed.parameters import DeviceParameters
@@ -140,3 +143,68 @@ def lose_the_group(rank: int, world: int, url: str, port: int) -> str:
 def test_a_rank_that_fails_alone_on_entering_ends_its_cell_also_where_it_has_made_rounds(lighthouse: str) -> None:  # noqa: F811
     for told in run_world(2, lose_the_group, lighthouse, free_port(), init=False, timeout_s=60):
         assert told.startswith("RoundError") and "Too many open files" in told
+
+
+def lack_room(*_: object) -> None:
+    raise MemoryError("no room for what has come")
+
+
+def hand_over(rank: int, world: int, url: str, ports: tuple[int, ...], folder: str) -> tuple[str, list[float], int]:
+    """Be one of two cells that make rounds, or a third one, which comes twice with another frozen parameter.
+
+    The first time it cannot take that over, and the second time the cell that gives it cannot. Return what this rank
+    has raised, the frozen parameter, and the rounds that it has made after all that.
+    """
+    be_launched(0, 1, ports[rank])
+    begun = Path(folder, "begun")
+    again = Path(folder, "again")
+    ended = Path(folder, "ended")
+    while rank == 2 and not begun.exists():
+        time.sleep(0.05)
+    torch.manual_seed(rank)
+    model = nn.Linear(3, 2)
+    model.bias.requires_grad_(False)
+    take_over = FixedTensors.take_over
+
+    def taking_over(self: FixedTensors, *given: Any) -> list[str]:
+        # A failure that the rank goes on with and tells in the vote, and one with which it leaves the exchange.
+        failing = {(0, True): (Copies, "settle"), (2, False): (SharedValues, "prepare")}.get((rank, again.exists()))
+        is_late = begun.exists()  # and it is not the beginning of the run, at which all take over from the first
+        with mock.patch.object(*failing, lack_room) if failing and is_late else nullcontext():
+            return take_over(self, *given)
+
+    told = ""
+    last = 0
+    elastic = ElasticParameters(lighthouse=url, meeting_timeout_s=40)
+    with (
+        mock.patch.object(FixedTensors, "take_over", taking_over),
+        xffl.session(cell=rank, cells=3, elastic=elastic, timeout_s=60) as state,
+    ):
+        for _ in range(1 + (rank == 2)):
+            rounds = ElasticAggregator(model, state)
+            try:
+                rounds.join()
+                while last < LAST_ROUNDS:
+                    with suppress(RoundBroken):
+                        rounds.open()
+                        rounds.participate(RoundInput(1.0))
+                    if rounds.rounds > 2:
+                        begun.touch()
+                    time.sleep(0.05)
+                    last += ended.exists()
+            except xffl.XfflError as error:
+                told += f"{type(error).__name__}: {error}"
+                (again if rank else ended).touch()
+            with suppress(Exception):
+                rounds.close()
+    return told, model.bias.tolist(), last
+
+
+def test_a_cell_that_cannot_hand_a_frozen_part_over_or_take_it_ends_alone(lighthouse: str, tmp_path: Path) -> None:  # noqa: F811
+    ports = tuple(free_port() for _ in range(3))
+    told = run_world(3, hand_over, lighthouse, ports, str(tmp_path), init=False, timeout_s=100)
+    for rank in (0, 2):
+        assert told[rank][0].startswith("RoundError") and "no room for what has come" in told[rank][0]
+    assert told[1][0] == ""
+    assert told[2][1] == told[1][1] == told[0][1]
+    assert [last for _, _, last in told] == [0, LAST_ROUNDS, LAST_ROUNDS]

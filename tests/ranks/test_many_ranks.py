@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+from collections import deque
 from contextlib import ExitStack
 from typing import Any
 from unittest import mock
@@ -338,3 +339,25 @@ def test_what_a_session_needs_grows_with_its_groups() -> None:
     FileLimit(10, math.inf).check(0, 2, 10**6)
     with pytest.raises(ConfigError, match="rank 3 of 8 needs 31 open files .* may have 30"):
         FileLimit(10, 30).check(3, 8, 21)
+
+
+class Interrupting(deque[object]):
+    """Turns of threads; an interrupt comes just behind the moment at which the first one has been noted."""
+
+    is_interrupted = False
+
+    def append(self, turn: object) -> None:
+        super().append(turn)
+        if not self.is_interrupted:
+            self.is_interrupted = True
+            raise KeyboardInterrupt
+
+
+def test_an_interrupt_of_a_thread_that_waits_for_its_turn_leaves_no_turn_behind() -> None:
+    with mock.patch.object(groups, "_turns", Interrupting()) as turns:
+        with pytest.raises(KeyboardInterrupt), in_turn():
+            pytest.fail("it was interrupted")
+        assert not turns
+        with in_turn():
+            assert len(turns) == 1
+        assert not turns

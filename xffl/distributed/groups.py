@@ -124,6 +124,8 @@ _turn = threading.Condition()
 _turns: deque[object] = deque()
 """Blocks of :func:`in_turn` of all threads, the first of them the one that runs: state of the process, as is what they
 guard."""
+_LOOK_S = 1.0
+"""How often a thread looks whether it is its turn, also if an interrupt has kept the one before from saying so."""
 
 
 @contextmanager
@@ -138,15 +140,16 @@ def in_turn() -> Iterator[None]:
     :yield: Nothing.
     """
     here = object()
-    with _turn:
-        _turns.append(here)
-    try:
+    try:  # from the first moment on: an interrupt may come at each of them, and a turn that stays would be nobody's
         with _turn:
-            _turn.wait_for(lambda: _turns[0] is here)
+            _turns.append(here)
+            while not _turn.wait_for(lambda: _turns[0] is here, _LOOK_S):
+                pass
         yield
     finally:
+        with suppress(ValueError):  # an interrupt came before it was there
+            _turns.remove(here)  # which needs no lock, and comes first, since an interrupt may end the wait for that
         with _turn:
-            _turns.remove(here)
             _turn.notify_all()
 
 

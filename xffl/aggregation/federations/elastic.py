@@ -21,7 +21,13 @@ from torch import nn
 from xffl.aggregation.aggregator import Aggregator
 from xffl.aggregation.engine.arena import Arena
 from xffl.aggregation.engine.decision.consensus import RoundBroken, RoundInput
-from xffl.aggregation.engine.decision.elastic_votes import ElasticCoordinator, RankFailed, RoundInDoubt, is_lost_contact
+from xffl.aggregation.engine.decision.elastic_votes import (
+    CellFailed,
+    ElasticCoordinator,
+    RankFailed,
+    RoundInDoubt,
+    is_lost_contact,
+)
 from xffl.aggregation.engine.decision.fitting_cells import AcceptedTraits
 from xffl.aggregation.engine.global_model import GlobalModel
 from xffl.aggregation.engine.global_state import agree_on_steps
@@ -398,6 +404,8 @@ class ElasticAggregator:
         start_round(epoch.base_round + 1)
         try:
             aggregator = self._enter(epoch)
+        except (CellFailed, RankFailed):  # this cell, while what no round moves was brought to one that is behind
+            raise
         except XfflError as error:
             if self._is_newcomer(epoch):
                 raise
@@ -451,6 +459,9 @@ class ElasticAggregator:
         except XfflError as wrong:
             end = RoundEnd.REFUSED if self._is_grouped else RoundEnd.FAILED
             error = wrong
+            if isinstance(wrong, CellFailed):
+                error = RoundError(str(wrong))
+                error.__cause__ = wrong.__cause__
         except Exception as lost:
             if is_lost_contact(lost):  # the group could not be made, or broke while models were compared
                 end = RoundEnd.BROKEN

@@ -27,6 +27,7 @@ from xffl.compat.sockets import (
     open_sockets,
     sockets_opened_since,
 )
+from xffl.distributed.groups import in_turn
 
 __all__ = ["WEIGHTS_TAG", "CrossWorldGroup", "Work"]
 
@@ -77,12 +78,15 @@ class CrossWorldGroup:
         self.name = name
         self.first = first
         self.timeout_s = timeout_s
-        others = open_sockets()
         limit = timedelta(seconds=connect_s)
-        client = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=limit)
-        store = PrefixStore(name, client)
-        with gloo_beyond_this_host(host):
-            group = dist.ProcessGroupGloo(store, rank, size, limit)
+        # gloo reads variables of the process, which this sets; and all sockets that are opened here are the group's.
+        with in_turn():
+            others = open_sockets()
+            client = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=limit)
+            store = PrefixStore(name, client)
+            with gloo_beyond_this_host(host):
+                group = dist.ProcessGroupGloo(store, rank, size, limit)
+            opened = sockets_opened_since(others)
         self._rank = rank
         self._size = size
         self._opened: _Opened | None = _Opened(group, store)
@@ -91,7 +95,6 @@ class CrossWorldGroup:
         self._numbers = itertools.count()
         # A host that is gone resets nothing. Without this only the time that a message may take would tell, and that
         # has to be long, since a slow link is no lost one. gloo sets no such options, and does not tell its sockets.
-        opened = sockets_opened_since(others)
         for descriptor in opened:
             limit_silence(descriptor, SILENT_S)
         self.quick_timeout_s = timeout_s

@@ -33,7 +33,7 @@ from xffl.distributed.failures.faults import is_planned
 from xffl.distributed.several_worlds.cross_world import CrossWorldGroup
 from xffl.errors import ConfigError, RoundError, XfflError
 
-__all__ = ["ElasticCoordinator", "RankFailed", "RoundInDoubt", "is_lost_contact"]
+__all__ = ["CellFailed", "ElasticCoordinator", "RankFailed", "RoundInDoubt", "is_lost_contact"]
 
 
 class RoundInDoubt(RoundBroken):
@@ -45,6 +45,10 @@ class RoundInDoubt(RoundBroken):
     def __init__(self, text: str, outcome: AgreedRound) -> None:
         super().__init__(text)
         self.outcome = outcome
+
+
+class CellFailed(RoundError):
+    """A round failed on ranks of this cell, as all cells know: it ends by that, and the others go on."""
 
 
 class RankFailed(RoundError):
@@ -254,7 +258,7 @@ class ElasticCoordinator(RoundCoordinator):
         failed = find_failed_cells(statuses, self._topology)
         if not failed:
             return refusal
-        return RoundError(str(refusal)) if self._cell in failed else RoundBroken(f"another cell failed: {refusal}")
+        return CellFailed(str(refusal)) if self._cell in failed else RoundBroken(f"another cell failed: {refusal}")
 
     def _unheard(self, number: int, why: BaseException, failure: Exception | None, profile: RoundProfile) -> RoundError:
         """Return what this rank raises where others may not have heard its no: its cell ends if the rank has failed."""
