@@ -132,7 +132,11 @@ class DistributedState:
     ranks hold the same shard: all ranks of the world are in one group there, and averaging over it would mix the shards
     of one federated group. :class:`xffl.Aggregator` averages federated groups of any sizes"""
     replica_group: tuple[dist.ProcessGroup, ...] | None = None
-    """Process groups, one for each stream, of the ranks that hold the same shard inside the federated group"""
+    """Process groups, one for each stream, of the ranks that hold the same shard inside the federated group.
+
+    These and those of ``federated_group`` are made with the state and not at their first use: to make a group is
+    collective, and a script may use a handle on some ranks alone. Rounds on GPUs have groups of their own. The second
+    and further ones here have no connections before NCCL's first collective on them."""
     federation: dist.ProcessGroup | None = None
     """Process group of all ranks of the same federated group"""
     device_type: torch.device | None = None

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from xffl.cluster.reaching import connection_error
-from xffl.distributed.failures.world_store import clone_of
+from xffl.distributed.failures.world_store import clone_of, turn_of_waiting
 from xffl.distributed.groups import Gathering, Making
 
 __all__ = ["await_group"]
@@ -31,15 +31,20 @@ def await_group(making: Making[_Made], gathering: Gathering) -> None:
     ``Device::connectAsListener`` ignores it: https://github.com/pytorch/gloo/blob/main/gloo/transport/tcp/device.cc).
     Nothing ends such a wait. So it is left to its thread where another rank says that it cannot make the group, or
     where for one timeout no further rank has come and the group is not made.
+
+    Each look has a connection of its own to the store, for which rank 0 has an open file, and ranks look one after
+    another (:func:`~xffl.distributed.failures.world_store.turn_of_waiting`).
     """
-    store = _second_connection(gathering.store)
     period = max(1.0, gathering.timeout_s / _LOOKS)
     here = 0
     deadline = time.monotonic() + gathering.timeout_s
     problem = ""
     is_known = False  # to the others, from the rank that has noticed it
+    if making.wait(min(period, turn_of_waiting(gathering.size))):
+        return
     while not problem:
         try:
+            store = _second_connection(gathering.store)
             if store.check([gathering.failure]):
                 reason = store.get(gathering.failure).decode(errors="replace")
                 problem = f"another rank of the job has ended by: {reason}"
@@ -49,6 +54,8 @@ def await_group(making: Making[_Made], gathering: Gathering) -> None:
                 deadline = time.monotonic() + gathering.timeout_s
         except RuntimeError as gone:
             problem = f"the store of the ranks is gone: {gone}"
+        if not problem:
+            del store  # it is closed, so that another rank has its place
         left = deadline - time.monotonic()
         if not problem and left <= 0:
             absent = gathering.size - here
@@ -58,7 +65,7 @@ def await_group(making: Making[_Made], gathering: Gathering) -> None:
             return
     if not is_known:
         with suppress(RuntimeError):
-            store.set(gathering.failure, problem)
+            _second_connection(gathering.store).set(gathering.failure, problem)
     raise RuntimeError(f"gloo could not connect the {gathering.size} ranks of a group: {problem}")
 
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from xffl.distributed.collectives import Group
 from xffl.distributed.failures.long_waits import LongWait
+from xffl.distributed.failures.world_store import turn_of_waiting
 from xffl.errors import XfflError
 
 __all__ = ["TELL_AFTER_S", "NamedWait"]
@@ -17,7 +18,7 @@ __all__ = ["TELL_AFTER_S", "NamedWait"]
 TELL_AFTER_S = 30.0
 """Seconds after which a rank that waits in a collective call names it."""
 NOTE_AFTER_S = 2.0
-"""Seconds after which it leaves a note, from which the others know that it has come."""
+"""Seconds after which it leaves a note, from which the others know that it has come; up to ten more in large worlds."""
 _LOOK_S = 2.0  # how long a rank that gives up looks for the notes of the others
 
 
@@ -76,7 +77,7 @@ class NamedWait:
     def _watch(self, tell_after_s: float) -> None:
         """Leave a note, tell of the wait when it is long, and look once more who has not come when it was in vain."""
         self._is_watched = True  # before the look at what ends it
-        if self._is_over.is_set():
+        if self._is_over.wait(turn_of_waiting(self._size)):
             return
         wait = LongWait(self._what, self._frame, group=self._group, size=self._size)
         if not self._is_over.wait(tell_after_s - min(NOTE_AFTER_S, tell_after_s / 2)):
