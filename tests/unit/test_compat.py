@@ -48,6 +48,7 @@ from xffl.compat.pytorch import (
     is_in_backward,
     is_out_of_memory,
     is_profiling,
+    lasting_memory,
     memory_of,
 )
 from xffl.compat.sockets import (
@@ -205,6 +206,28 @@ def test_a_view_of_a_tensors_memory_leaves_nothing_to_collect() -> None:
     assert [len(view) for view in views] == list(range(0, 1200, 4)) and tensor[7] == 1.0
     del views
     assert gc.collect() == 0
+
+
+def test_torch_asks_for_huge_pages_for_all_tensors_or_for_none() -> None:
+    def flags_at(tensor: torch.Tensor) -> str:
+        """Return what Linux notes of the mapping in which a tensor lies; hg: huge pages were asked for."""
+        is_there = False
+        for line in Path("/proc/self/smaps").read_text().splitlines():
+            if place := re.match("([0-9a-f]+)-([0-9a-f]+) ", line):
+                is_there = int(place[1], 16) <= tensor.data_ptr() < int(place[2], 16)
+            elif is_there and line.startswith("VmFlags"):
+                return line
+        return ""
+
+    for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64):
+        large, small = lasting_memory(10**7 + 1, dtype), lasting_memory(3, dtype)
+        assert (large.numel(), large.dtype, small.numel(), small.dtype) == (10**7 + 1, dtype, 3, dtype)
+        assert not any(tensor.view(torch.uint8).any() for tensor in (large, small))
+        large.view(torch.uint8).fill_(1)
+        if Path("/sys/kernel/mm/transparent_hugepage").exists():
+            assert " hg" in flags_at(large)
+    if os.environ.get("THP_MEM_ALLOC_ENABLE", "0") != "1":
+        assert " hg" not in flags_at(torch.zeros(10**7))
 
 
 def test_ddp_does_not_tell_whose_gradients_it_reduces(tmp_path: Path) -> None:

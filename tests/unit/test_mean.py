@@ -67,6 +67,19 @@ def test_fp32_against_exact_fractions(pairs: list[tuple[float, float]]) -> None:
     assert abs(Fraction(out.item()) - exact) <= Fraction(2e-7) * bound + Fraction(2) ** -148
 
 
+@pytest.mark.parametrize("weights", [[1.0, 1.0], [1.0, 3.0], [5.0, 1.0], [0.0, 1.0], [1.0, 2.0, 1.0]])
+def test_values_that_may_be_overwritten_have_the_same_mean(weights: list[float]) -> None:
+    values = [torch.randn(CHUNK + 5, generator=torch.Generator().manual_seed(seed)) for seed in range(len(weights))]
+    edges = torch.tensor([-0.0, 0.0, 1e-45, -1e-45, 3.4e38, -3.4e38])
+    for index, value in enumerate(values):
+        value[: len(edges)] = edges
+        value[len(edges) : 2 * len(edges)] = edges.roll(index)
+    expected, out = torch.empty(2, CHUNK + 5)
+    weighted_mean(values, weights, expected)
+    weighted_mean(values, weights, out, are_scratch=True)
+    assert same_bits(out, expected)
+
+
 @pytest.mark.parametrize(("weights", "heavier"), [([1.0, 1.0], 0), ([1.0, 3.0], 1), ([5.0, 1.0], 0)])
 def test_two_fp32_values_are_combined_in_fp32(weights: list[float], heavier: int) -> None:
     """Four operations, or three where both weigh alike, each rounded to fp32: all cells have these bits."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from xffl.checks import integer, number, one_of
+from xffl.compat.pytorch import lasting_memory
 from xffl.errors import CheckpointError, ConfigError
 from xffl.message_sizes.codecs import MAX_BLOCK, block_bytes, kept_values, read_codec, scale_bytes, topk_bytes
 
@@ -513,6 +515,10 @@ class CodePlace(NamedTuple):
 HUGE = 1e30  # types whose largest number is below this have a smaller range than fp32, the type of decoded values
 
 
+LINE = 16
+"""Values in fp32 of a cache line, 64 bytes."""
+
+
 class ErrorFeedback:
     """The agreed values and residuals of one bucket group on one sender, sharded like the group.
 
@@ -523,11 +529,14 @@ class ErrorFeedback:
 
     def __init__(self, codec: Codec, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self._codec = codec
-        self.reference = torch.zeros(numel, dtype=dtype, device=device)
+        is_on_cpu = device.type == "cpu"
+        self.reference = lasting_memory(numel, dtype) if is_on_cpu else torch.zeros(numel, dtype=dtype, device=device)
         self._residuals: dict[CodePlace, torch.Tensor] = {}
         self._new_residuals: dict[CodePlace, torch.Tensor] = {}
         self._spare: dict[CodePlace, torch.Tensor] = {}
         self._norms: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._block = torch.empty(0)
+        """What is left of the last block of memory for residuals, on a CPU"""
 
     @property
     def residuals(self) -> Mapping[CodePlace, torch.Tensor]:
@@ -554,17 +563,32 @@ class ErrorFeedback:
         norm = self._limit(values)
         residual = self._spare.pop(place, None)
         if residual is None:
-            with torch.inference_mode(False):
-                residual = torch.empty_like(values)
+            residual = self._new_residual(values.numel())
         self._codec.encode_with_residual(values, code, residual=residual, spare=spare, seed=seed)
         self._norms.append((norm, residual.dot(residual)))
         self._new_residuals[place] = residual if self._codec.decay == 1.0 else residual.mul_(self._codec.decay)
+
+    @torch.inference_mode(False)
+    def _new_residual(self, numel: int) -> torch.Tensor:
+        """Return memory for a residual; on a CPU it is cut from a block as large as the agreed values.
+
+        At multiples of a cache line, as torch's own: the last bits of a sum of squares depend on where values begin.
+        """
+        device = self.reference.device
+        if device.type != "cpu":
+            return torch.empty(numel, dtype=torch.float32, device=device)
+        length = -(-numel // LINE) * LINE
+        if self._block.numel() < length:
+            of_all = self.reference.numel()
+            self._block = lasting_memory(max(length, of_all + of_all // 256), torch.float32)  # with gaps between them
+        residual, self._block = self._block[:numel], self._block[length:]
+        return residual
 
     @staticmethod
     def _limit(values: torch.Tensor) -> torch.Tensor:
         """Replace what has left fp32 by its largest number; return the sum of squares."""
         norm = values.dot(values)
-        if values.device.type != "cpu" or not norm.isfinite():  # nobody waits for a GPU here
+        if values.device.type != "cpu" or not math.isfinite(norm.item()):  # nobody waits for a GPU here
             limit = torch.finfo(torch.float32).max
             norm = torch.dot(values.clamp_(-limit, limit), values)
         return norm
@@ -637,4 +661,4 @@ class ErrorFeedback:
             if name.startswith("left "):
                 _, bucket, number = name.split()
                 place = CodePlace.of_number(int(bucket), int(number))
-                self._residuals[place] = left.to(self.reference.device, copy=True)
+                self._residuals[place] = self._new_residual(left.numel()).copy_(left)

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from xffl.aggregation.engine.planning.plan import Item
 from xffl.aggregation.engine.planning.tensors import Axis, ModelTensor, canonical_axis
 from xffl.aggregation.engine.planning.transfers import Bucket, Piece
-from xffl.compat.pytorch import memory_of
+from xffl.compat.pytorch import lasting_memory, memory_of
 from xffl.distributed.values.sharding import local_tensor
 from xffl.errors import ConfigError
 from xffl.topology import Coordinates
@@ -369,6 +369,8 @@ def host_or_gpu(numel: int, dtype: torch.dtype, device: torch.device) -> torch.T
     What lies on a GPU and crosses in the host's memory (gloo) is copied there without a detour, and behind the host.
     """
     is_pinned = device.type == "cpu" and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if device.type == "cpu" and not is_pinned:
+        return lasting_memory(numel, dtype)
     return torch.empty(numel, dtype=dtype, device=device, pin_memory=is_pinned)
 
 

@@ -238,15 +238,17 @@ class CrossCellTransport:
         self.profile.failure = self.profile.failure or error
         world.poison()
 
-    def combine(self, transfer: GroupTransfer, values: list[torch.Tensor], out: torch.Tensor) -> None:
-        """Combine the senders' values, in the order of the cells."""
+    def combine(
+        self, transfer: GroupTransfer, values: list[torch.Tensor], out: torch.Tensor, *, are_scratch: bool = False
+    ) -> None:
+        """Combine the senders' values, in the order of the cells; scratch values may be overwritten."""
         if transfer.group.rule == "first":
             out.copy_(values[0])
         elif isinstance(self.link.combiner, Coordinatewise):
             combined(self.link.combiner.combine, values, out)
         else:
             counts = tuple(self.context.counts[cell] for cell in self.context.source_cells(transfer.group))
-            weighted_mean(values, counts, out)
+            weighted_mean(values, counts, out, are_scratch=are_scratch)
 
     def _post(
         self,

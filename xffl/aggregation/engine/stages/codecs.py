@@ -245,8 +245,8 @@ class EncodedSteps(ExactValues):
         self.combine_steps(rows, out)
 
     def combine_steps(self, steps: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        """Combine the cells' steps, in the order of the cells."""
-        self.transport.combine(self.transfer, list(steps), out)
+        """Combine the cells' steps, in the order of the cells; ``steps`` may be overwritten."""
+        self.transport.combine(self.transfer, list(steps), out, are_scratch=True)
 
     def second_hop(self) -> tuple[Mapping[int, torch.Tensor], Mapping[int, torch.Tensor]]:
         """Return the codes of this cell's result and where to receive the others', by the other cell."""
