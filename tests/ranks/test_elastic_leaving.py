@@ -17,7 +17,7 @@ from tests.worlds import be_launched, run_world
 from xffl.aggregation.engine.decision.consensus import RoundInput
 from xffl.aggregation.federations.elastic import ElasticAggregator
 from xffl.aggregation.report import ElasticRoundReport
-from xffl.aggregation.rounds.hooks import LoopHooks
+from xffl.aggregation.rounds.loop_hooks import LoopHooks
 from xffl.distributed import ElasticParameters
 from xffl.errors import MeetingLeft
 

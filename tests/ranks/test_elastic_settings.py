@@ -21,7 +21,7 @@ from tests.ranks.test_elastic_state import play
 from tests.worlds import be_launched, run_world
 from xffl.aggregation.engine.decision.consensus import RoundBroken, RoundInput
 from xffl.aggregation.engine.exchange import RoundRun
-from xffl.aggregation.engine.transport import CrossCellTransport
+from xffl.aggregation.engine.transport import CrossCellTransport, ExactValues
 from xffl.aggregation.federations.elastic import ElasticAggregator
 from xffl.distributed import ElasticParameters
 
@@ -82,6 +82,10 @@ def make_round(rounds: ElasticAggregator, value: float, **given: Any) -> tuple[f
             return report.weights
 
 
+class Left(Exception):
+    """Ends the session of a cell whose ranks are no longer connected, as an error of a round does."""
+
+
 def lack_a_file() -> None:
     raise FileNotFoundError("what this rank needs")
 
@@ -90,15 +94,16 @@ def lack_memory(*_: object) -> None:
     raise MemoryError("no room for what has come")
 
 
-def be_apart(state: Any, place: int) -> dict[str, str]:
-    """Be a rank of a cell whose two ranks do not go together, each time in another way; return what it has raised."""
-    told: dict[str, str] = {}
+def be_apart(state: Any, place: int, told: dict[str, str]) -> None:
+    """Be a rank of a cell whose two ranks do not go together, each time in another way; note what it has raised."""
 
     def note(name: str, call: Callable[[], Any]) -> None:
+        begun = time.monotonic()
         try:
             call()
         except xffl.XfflError as error:
             told[name] = f"{type(error).__name__}: {error}"
+        assert time.monotonic() - begun < 20, name  # a rank that waits in vain for another one does so for 60 s
 
     model = nn.Linear(5, 3)
     note("options", lambda: open_rounds(state, model, **({"server": "fedavgm:lr=0.5"} if place else {})))
@@ -120,11 +125,15 @@ def be_apart(state: Any, place: int) -> dict[str, str]:
         "failure": (0.1, {"prepare": lack_a_file if place else None}),
         "counts": (0.1, {"weight": None}),
         "combining": (0.1, {}),
+        "crossing": (0.1, {}),
         "exchange": (0.1, {}),
+        "leaving": (0.1, {}),
     }
-    failing = {"combining": (CrossCellTransport, "combine"), "exchange": (RoundRun, "walk")}
-    # In the last one the ranks leave the exchange, and the other cell cannot hear why.
-    failing_ranks = {"combining": (0,), "exchange": (0, 1)}
+    failing = {"combining": (CrossCellTransport, "combine"), "crossing": (ExactValues, "prepare")}
+    failing |= {"exchange": (RoundRun, "walk"), "leaving": (RoundRun, "walk")}
+    # From the second one on ranks leave the exchange, and the other cell cannot hear why; in the last one a rank leaves
+    # its own cell, too.
+    failing_ranks = {"combining": (0,), "crossing": (0,), "exchange": (0, 1), "leaving": (0,)}
     for name, (value, options) in given.items():
         rounds = open_rounds(state, model)
         rounds.join()
@@ -132,7 +141,6 @@ def be_apart(state: Any, place: int) -> dict[str, str]:
         with mock.patch.object(*failing[name], lack_memory) if fails else nullcontext():
             note(name, partial(make_round, rounds, value, **options))
         rounds.close()
-    return told
 
 
 def come_apart(rank: int, world: int, url: str, ports: tuple[int, ...], folder: str) -> Any:
@@ -144,11 +152,13 @@ def come_apart(rank: int, world: int, url: str, ports: tuple[int, ...], folder: 
     ended = Path(folder, "ended")
     while cell and not begun.exists():
         time.sleep(0.05)
-    with xffl.session(cell=cell, cells=2, elastic=ElasticParameters(lighthouse=url), timeout_s=60) as state:
+    told: dict[str, str] = {}
+    parameters = ElasticParameters(lighthouse=url)
+    with suppress(Left), xffl.session(cell=cell, cells=2, elastic=parameters, timeout_s=60) as state:
         if cell:
-            told = be_apart(state, place)
+            be_apart(state, place, told)
             ended.touch()
-            return told
+            raise Left
         rounds = open_rounds(state, nn.Linear(5, 3))
         rounds.join()
         weights = []
@@ -158,6 +168,7 @@ def come_apart(rank: int, world: int, url: str, ports: tuple[int, ...], folder: 
             time.sleep(0.02)
         rounds.close()
         return rounds.rounds, weights
+    return told
 
 
 def test_a_cell_whose_ranks_do_not_go_together_ends_and_the_others_lose_no_round(
@@ -170,6 +181,9 @@ def test_a_cell_whose_ranks_do_not_go_together_ends_and_the_others_lose_no_round
     assert made == 1 + len(weights)
     assert all(of_round[0] == 1 for of_round in weights)
     assert sum(of_round[1] == 2 for of_round in weights) >= 2
+    left = [of_rank.pop("leaving") for of_rank in told[1:]]
+    assert "no room for what has come" in left[0]
+    assert left[1].startswith("RoundError: another rank of this cell has left it")
     assert told[1] == told[2]
     for name, begins, names in (
         ("options", "ConfigError", "'(options)' differs"),
@@ -180,6 +194,7 @@ def test_a_cell_whose_ranks_do_not_go_together_ends_and_the_others_lose_no_round
         ("failure", "RoundError", "what this rank needs"),
         ("counts", "ConfigError", "gave no weight and others gave one"),
         ("combining", "RoundError", "no room for what has come"),
+        ("crossing", "RoundError", "no room for what has come"),
         ("exchange", "RoundError", "no room for what has come"),
     ):
         assert told[1][name].startswith(begins) and names in told[1][name]

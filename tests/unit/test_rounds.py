@@ -21,7 +21,7 @@ from xffl.aggregation.rounds import elastic
 from xffl.aggregation.rounds.choose import choose_rounds
 from xffl.aggregation.rounds.config import RoundArguments, RoundConfig
 from xffl.aggregation.rounds.elastic import ElasticRounds
-from xffl.aggregation.rounds.hooks import LoopHooks, check_hooks
+from xffl.aggregation.rounds.loop_hooks import LoopHooks, check_hooks
 from xffl.aggregation.rounds.offer import (
     Averaged,
     Empty,

@@ -17,7 +17,7 @@ import pytest
 from xffl.cluster.launch import logs, runner, srun
 from xffl.cluster.launch.failure import ExitCode, RankFailure
 from xffl.cluster.launch.logs import LineBuffer, MarkedLines, RankFile, Stream, list_rank_files
-from xffl.cluster.launch.many_ranks import ManyRanks
+from xffl.cluster.launch.merged_lines import MergedLines
 from xffl.cluster.launch.runner import RankJob
 from xffl.cluster.launch.srun import launch_srun
 
@@ -161,7 +161,7 @@ def test_a_warning_of_very_many_ranks_is_shown_once(
 
 def test_output_of_very_many_ranks_has_a_bound() -> None:
     now, out = [0.0], io.BytesIO()
-    lines = ManyRanks(out, lambda: now[0])
+    lines = MergedLines(out, lambda: now[0])
     for number in range(40_000):
         lines.write(number % 4096, b"", b"%d %s\n" % (number, b"x" * 1000))
     assert len(out.getvalue()) < (16 << 20) + 1000 and not out.getvalue().endswith(b"left out")
@@ -175,7 +175,7 @@ def test_output_of_very_many_ranks_has_a_bound() -> None:
 
 def test_what_a_rank_itself_prints_again_is_shown() -> None:
     now, out = [0.0], io.BytesIO()
-    lines = ManyRanks(out, lambda: now[0])
+    lines = MergedLines(out, lambda: now[0])
     for rank, line in ((0, b"---\n"), (1, b"---\n"), (0, b"a\n"), (0, b"---\n"), (1, b"---\n"), (2, b"---\n")):
         lines.write(rank, b"", line)
     assert out.getvalue() == b"---\na\n---\n"
@@ -188,7 +188,7 @@ def test_what_a_rank_itself_prints_again_is_shown() -> None:
 
 def test_tracebacks_of_many_ranks_are_not_torn_and_shown_once() -> None:
     now, out = [0.0], io.BytesIO()
-    lines = ManyRanks(out, lambda: now[0])
+    lines = MergedLines(out, lambda: now[0])
     block = (
         b"[rank0]: Traceback (most recent call last):\n",
         b'[rank0]:   File "a.py", line 3\n',
@@ -208,7 +208,7 @@ def test_tracebacks_of_many_ranks_are_not_torn_and_shown_once() -> None:
 
 def test_ranks_of_one_number_in_several_elastic_cells_are_several() -> None:
     out = io.BytesIO()
-    lines = ManyRanks(out, lambda: 0.0)
+    lines = MergedLines(out, lambda: 0.0)
     for cell in range(80):
         lines.write(0, b"[cell %d rank 0] " % cell, b"the same\n")
     lines.end()

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from xffl.aggregation.federated_scaling import FederatedScaling
     from xffl.aggregation.federations.hierarchical import Level, Levels
     from xffl.aggregation.report import RoundReport
-    from xffl.aggregation.rounds.hooks import LoopHooks
+    from xffl.aggregation.rounds.loop_hooks import LoopHooks
     from xffl.aggregation.steps.expert_tokens import ExpertTokens
 
 __all__ = ["Aggregator", "ExpertTokens", "FederatedScaling", "Level", "Levels", "LoopHooks", "RoundReport"]

@@ -665,4 +665,4 @@ class Aggregator:
 
     def restart(self) -> None:
         """Let codecs and a server optimizer go on from the model as it stands; local, with the same in all cells."""
-        self._exchange.restart()
+        self._exchange.start_from_model()

@@ -23,7 +23,7 @@ from xffl.aggregation.report import ElasticRoundReport, RoundReport
 from xffl.aggregation.rounds.choose import choose_rounds
 from xffl.aggregation.rounds.config import RoundArguments, check_stepped, parse_round_config
 from xffl.aggregation.rounds.former_attributes import FormerAttribute
-from xffl.aggregation.rounds.hooks import NO_HOOKS, LoopHooks, check_hooks
+from xffl.aggregation.rounds.loop_hooks import NO_HOOKS, LoopHooks, check_hooks
 from xffl.aggregation.rounds.offer import Averaged, FinalOffer, Outcome, RoundOffer, StepLedger
 from xffl.aggregation.rounds.uncounted import CountingCheck
 from xffl.aggregation.steps.backward_steps import backward_error

@@ -115,6 +115,8 @@ class RoundProfile:
         self.failure: Exception | None = None
         self.is_cut_off = False
         """Whether another cell was lost"""
+        self.has_left = False
+        """Whether nothing more is exchanged with other cells: one was lost, or this rank cannot go on with that"""
         self.bytes_across = 0
         self.bytes_home = 0
         self._seconds: dict[str, float] = {}

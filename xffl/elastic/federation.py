@@ -774,7 +774,9 @@ class ElasticFederation:
         """Forget a doubt, because other weights are loaded; local, on all ranks."""
         self.holding.doubt = None
 
-    def agree_on_end(self, end: RoundEnd, epoch: Epoch, weights: Sequence[float]) -> tuple[RoundEnd, Fate]:
+    def agree_on_end(
+        self, end: RoundEnd, epoch: Epoch, weights: Sequence[float], *, leave: Callable[[], None] | None = None
+    ) -> tuple[RoundEnd, Fate]:
         """Agree in the cell on how a round ended, and note what the cell holds now.
 
         A rank that committed the round knows that its record stands. If a rank had not voted to commit, then nobody
@@ -785,6 +787,7 @@ class ElasticFederation:
         :param end: How it ended on this rank.
         :param epoch: The epoch.
         :param weights: What each cell of the epoch contributes, if this rank has voted to commit.
+        :param leave: Called, if the rank has failed, where the others do not come: they may wait for it in the round.
         :return: How it ended in the cell, and what becomes of the steps that the cell has made.
         """
         fate = Fate.PUT_BACK
@@ -792,7 +795,7 @@ class ElasticFederation:
         comparing = dist.all_reduce(ends, op=dist.ReduceOp.MAX, async_op=True)
         assert comparing is not None, "the rank is in its own world"
         if end is RoundEnd.FAILED:
-            self._poison_if_alone(comparing)
+            self._poison_if_alone(comparing, leave)
         comparing.wait()
         most, least = RoundEnd(int(ends[0])), RoundEnd(-int(ends[1]))
         if most is RoundEnd.FAILED:
@@ -826,7 +829,7 @@ class ElasticFederation:
                 )
         return most, fate
 
-    def _poison_if_alone(self, comparing: dist.Work) -> None:
+    def _poison_if_alone(self, comparing: dist.Work, leave: Callable[[], None] | None) -> None:
         """Close this rank's connections if the other ranks of its cell do not come: they wait for it in the epoch.
 
         Not before, because an error that all ranks of the epoch hear of may still be on its way to some of them.
@@ -835,6 +838,8 @@ class ElasticFederation:
         while not comparing.is_completed():
             if time.monotonic() > deadline:
                 self.poison()
+                if leave is not None:
+                    leave()
                 return
             time.sleep(SOON_S)
 

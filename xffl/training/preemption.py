@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from xffl.aggregation.rounds.hooks import LoopHooks
+from xffl.aggregation.rounds.loop_hooks import LoopHooks
 from xffl.checkpoint.manager import CheckpointManager
 from xffl.cluster.launch.failure import ExitCode, note_failure
 from xffl.distributed.agreement.consistency import barrier, check_consistent, gather_objects, run_on_all_ranks

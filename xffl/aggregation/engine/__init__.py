@@ -47,6 +47,7 @@ plain round has neither, and goes through none of these files:
 - ``decision.inconsistent_model``: this mark, which a model gets where a rank could not know what became of a round.
 - ``decision.elastic_votes``: votes between cells that are worlds of their own, where a round may be in doubt.
 - ``decision.fitting_cells``: which cells such a round has to do without, by what their ranks have said.
+- ``decision.left_exchange``: a rank that has left an exchange by an error, for which others may wait.
 - ``decision.unlike_votes``: what is wrong where ranks are in different rounds.
 - ``decision.unfit_cells``: cells with values that are not finite, refused or left out.
 - ``decision.injected_faults``: votes in which this process ends, for tests of what the others do then.

@@ -183,11 +183,11 @@ class Exchange:
         self.stages = tuple(staying)
 
     @torch.no_grad()
-    def restart(self) -> None:
+    def start_from_model(self) -> None:
         """Let codecs and a server optimizer go on from the model as it stands; local, with the same in all cells."""
         self.layout.look_up()
         for stage in self.stages:
-            stage.restart()
+            stage.start_from_model()
 
 
 class Inspection(NamedTuple):
@@ -583,8 +583,7 @@ class Walk(ABC):
         """Take one bucket on its way; yields the number of buckets to start before it resumes."""
         memory = self.read(transfer, bucket)
         if self.crosses and transfer.sends[bucket.number]:
-            crossing = Crossing(self.transport, transfer, bucket, values=memory.values, out=memory.out)
-            yield from self.transport.move(self.payload(crossing))
+            yield from self._cross(Crossing(self.transport, transfer, bucket, values=memory.values, out=memory.out))
         elif pause := self.pause(transfer):
             yield pause
         if self.reaches_cell and transfer.cell_group is not None:
@@ -592,6 +591,19 @@ class Walk(ABC):
                 self.link, profile=self.profile, transfer=transfer, bucket=bucket, out=memory.out, result=memory.result
             )
         self.end(transfer, bucket, memory)
+
+    def _cross(self, crossing: Crossing) -> Iterator[int]:
+        """Exchange a bucket with other cells; a rank that cannot go on with that stays in step with its own cell."""
+        passed = 0
+        try:
+            for pause in self.transport.move(self.payload(crossing)):
+                yield pause
+                passed += pause
+            return
+        except Exception as error:  # noqa: BLE001 - raised where no other cell can be left
+            self.transport.fail(error)
+        if (remaining := self.pause(crossing.transfer) - passed) > 0:
+            yield remaining
 
     @abstractmethod
     def read(self, transfer: GroupTransfer, bucket: Bucket) -> BucketMemory:

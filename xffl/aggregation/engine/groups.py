@@ -142,6 +142,17 @@ class RoundGroups:
             group.abort()
         self.is_aborted = True
 
+    def close_connections(self, *, is_with_vote: bool) -> None:
+        """Close this rank's connections, so that no rank waits for it in these groups; local.
+
+        Without ``is_with_vote`` only where values are exchanged and nobody votes.
+        """
+        from xffl.distributed.failures.closed_connections import close_connections
+
+        for group in {*self.across, self.replica, self.cell, *self.holders.values(), self.world}:
+            if group is not None and (is_with_vote or group is not self.world):
+                close_connections(group)
+
     def renew(self) -> None:
         """Make groups in the place of those that were aborted; collective over the world."""
         assert self.make is not None, "asked for where there is one"

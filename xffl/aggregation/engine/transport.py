@@ -124,6 +124,7 @@ class Link:
         self.cells = scope.topology.cells
         self.rank = scope.rank
         self.number = scope.number
+        self.is_elastic = scope.is_elastic
         self.cell = scope.topology.cell_of(scope.rank)
         self.others = [cell for cell in range(self.cells) if cell != self.cell]
         self.round_groups = round_groups
@@ -219,7 +220,22 @@ class CrossCellTransport:
         # Its lines say nothing that its text does not, but their calls, and who has called these, refer to the groups:
         # they would live until the garbage collector runs.
         lost.__traceback__ = None
-        self.profile.failure = self.profile.failure or lost
+        self._leave(lost, world)
+
+    def fail(self, error: Exception) -> None:
+        """Where cells may be lost, exchange nothing more, as a rank that has lost one; else raise the error.
+
+        Elsewhere the other ranks of the cell, which have their result, would have said yes and not learn what others
+        say: their model would be torn.
+        """
+        world = self.link.round_groups.world
+        if not self.link.is_elastic or not isinstance(world, CrossWorldGroup):
+            raise error
+        self._leave(error, world)
+
+    def _leave(self, error: Exception, world: CrossWorldGroup) -> None:
+        self.profile.has_left = True
+        self.profile.failure = self.profile.failure or error
         world.poison()
 
     def combine(self, transfer: GroupTransfer, values: list[torch.Tensor], out: torch.Tensor) -> None:
@@ -241,7 +257,7 @@ class CrossCellTransport:
         receive: Mapping[int, torch.Tensor],
     ) -> list[Work]:
         """Start sending to other cells' senders of a bucket, and receiving from them."""
-        if self.profile.is_cut_off:
+        if self.profile.has_left:
             return []
         groups = self.link.round_groups.across
         group = groups[bucket.number % len(groups)] if groups else None
@@ -268,7 +284,7 @@ class CrossCellTransport:
                 return []
 
     def _arrive(self, works: list[Work]) -> None:
-        if self.profile.is_cut_off:
+        if self.profile.has_left:
             return
         with self.profile.phase("across"):
             try:

@@ -73,4 +73,4 @@ def read_catch_up_state(text: object, cell: int) -> CatchUpState:
 
 def _read_privacy(told: Fields) -> dict[str, Any]:
     told.refuse_others("spent")
-    return {"spent": told.list_of("spent", _MOST_SPENT, Fields.any)}  # whose counts PrivacyAccountant.cover() reads
+    return {"spent": told.list_of("spent", _MOST_SPENT, Fields.any)}  # whose counts Accountant.cover() reads

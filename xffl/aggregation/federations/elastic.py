@@ -426,6 +426,7 @@ class ElasticAggregator:
         error: XfflError | None = None
         weights: tuple[float, ...] = ()
         is_alone = False  # whether other ranks of the epoch may not have this error
+        leave: Callable[[], None] | None = None
         try:
             report = run()
             # Without a report, or below a divergence, no round was made, and no record published.
@@ -446,6 +447,7 @@ class ElasticAggregator:
             error = RoundError(str(failed))
             error.__cause__ = failed.__cause__
             is_alone = True
+            leave = self._groups.close_connections
         except XfflError as wrong:
             end = RoundEnd.REFUSED if self._is_grouped else RoundEnd.FAILED
             error = wrong
@@ -464,7 +466,14 @@ class ElasticAggregator:
         if end in (RoundEnd.BROKEN, RoundEnd.IN_DOUBT) or is_alone:
             federation.poison()
         self._has_others = False
-        agreed, fate = federation.agree_on_end(end, epoch, weights)
+        try:
+            agreed, fate = federation.agree_on_end(end, epoch, weights, leave=leave)
+        except XfflError:
+            raise
+        except RuntimeError as lost:
+            if error is not None and is_alone:
+                raise error from lost
+            raise RoundError(f"another rank of this cell has left it: {lost}; see the other ranks' output") from lost
         cannot_enter = is_alone or agreed is RoundEnd.FAILED
         has_ended = agreed is RoundEnd.REFUSED and all(member.is_finished for member in epoch.members)
         self._has_others = not (cannot_enter or has_ended)

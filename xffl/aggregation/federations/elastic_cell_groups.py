@@ -31,6 +31,7 @@ from xffl.distributed.agreement.consistency import (
     sends_from_gpu,
 )
 from xffl.distributed.distributed_state import DistributedState
+from xffl.distributed.failures.closed_connections import close_connections
 from xffl.distributed.groups import Groups, destroy_group
 from xffl.errors import ConfigError
 
@@ -88,6 +89,11 @@ class ElasticCellGroups:
     def _create(self, ranks: tuple[int, ...], name: str) -> dist.ProcessGroup:
         self._made.append(self._state.create_process_group(ranks, name))
         return self._made[-1]
+
+    def close_connections(self) -> None:
+        """Close this rank's connections to its cell, which ends by that: no rank waits for it in a round; local."""
+        for group in {*[handles[0] for handles in self.by_kind.values() if handles], *self.holders.values()}:
+            close_connections(group)
 
     def renew(self) -> bool:
         """Make other groups after a round that did not come to its end, where NCCL may still hold messages of it.

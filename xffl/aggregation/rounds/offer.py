@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from xffl.aggregation.engine.decision.consensus import RoundInput, checked_weight
 from xffl.aggregation.report import RoundReport
 from xffl.aggregation.rounds.config import RoundConfig
-from xffl.aggregation.rounds.hooks import LoopHooks
+from xffl.aggregation.rounds.loop_hooks import LoopHooks
 from xffl.aggregation.steps.normalized_steps import NormalizedSteps
 from xffl.errors import CheckpointError
 

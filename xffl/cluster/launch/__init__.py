@@ -2,8 +2,8 @@
 
 ``job_layout`` lays ranks over hosts; ``launch`` (local), ``srun`` and ``ssh`` (with ``ssh_agent`` on each host, which
 one of the ``host_shells`` reaches) start a ``runner`` for each rank as a ``child``, which runs the ``script`` and
-reports its ``failure``; ``failure`` also watches the job's end, and ``logs`` what ranks print, ``many_ranks`` in short;
-``affinity`` gives a rank its cores.
+reports its ``failure``; ``failure`` also watches the job's end, ``logs`` shows what ranks print, and ``merged_lines``
+what very many ranks print alike; ``affinity`` gives a rank its cores.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from xffl.files import create
 from xffl.json_text import parse_json
 
 if TYPE_CHECKING:
-    from xffl.cluster.launch.many_ranks import ManyRanks
+    from xffl.cluster.launch.merged_lines import MergedLines
 
 __all__ = [
     "LineBuffer",
@@ -224,13 +224,13 @@ class RankLines:
 _MANY_RANKS = 64
 
 
-def rank_lines(out: BinaryIO, world_size: int) -> RankLines | ManyRanks:
+def rank_lines(out: BinaryIO, world_size: int) -> RankLines | MergedLines:
     """Return what writes the lines of a job's ranks; of more than 64 ranks it shortens them."""
     if world_size <= _MANY_RANKS:
         return RankLines(out)
-    from xffl.cluster.launch.many_ranks import ManyRanks
+    from xffl.cluster.launch.merged_lines import MergedLines
 
-    return ManyRanks(out)
+    return MergedLines(out)
 
 
 def sizes_now(folder: Path) -> dict[Path, int]:
@@ -241,7 +241,8 @@ def sizes_now(folder: Path) -> dict[Path, int]:
 class Stream:
     """Copies what is added to a folder's log files, line by line with a prefix.
 
-    Of a job of more than 64 ranks (``world_size``) what is shown is shortened (:mod:`xffl.cluster.launch.many_ranks`).
+    Of a job of more than 64 ranks (``world_size``) what is shown is shortened, by
+    :mod:`xffl.cluster.launch.merged_lines`.
     """
 
     def __init__(

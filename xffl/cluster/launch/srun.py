@@ -31,7 +31,7 @@ from xffl.compat.libc import die_with_parent
 from xffl.errors import LaunchError
 
 if TYPE_CHECKING:
-    from xffl.cluster.launch.many_ranks import ManyRanks
+    from xffl.cluster.launch.merged_lines import MergedLines
 
 __all__ = ["launch_srun", "read_task_ends", "srun_command"]
 
@@ -238,7 +238,7 @@ class _Step:
 
     def _show(
         self,
-        lines: RankLines | ManyRanks,
+        lines: RankLines | MergedLines,
         show: Callable[[bytes, bool], bytes],
         line: bytes,
         rank: int | None,

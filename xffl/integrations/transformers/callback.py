@@ -12,7 +12,7 @@ from transformers.trainer_utils import SaveStrategy, has_length
 
 from xffl.aggregation.federated_scaling import FederatedScaling
 from xffl.aggregation.report import RoundReport
-from xffl.aggregation.rounds.hooks import LoopHooks
+from xffl.aggregation.rounds.loop_hooks import LoopHooks
 from xffl.compat.transformers import save_checkpoint
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.several_worlds.cell_notes import CellNotes

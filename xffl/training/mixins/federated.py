@@ -24,7 +24,7 @@ from xffl.aggregation.options import REMOVED
 from xffl.aggregation.report import ElasticRoundReport, RoundReport
 from xffl.aggregation.rounds.config import RoundArguments
 from xffl.aggregation.rounds.given_config import validate_round_config
-from xffl.aggregation.rounds.hooks import LoopHooks
+from xffl.aggregation.rounds.loop_hooks import LoopHooks
 from xffl.checks import index_of, integer_fields, number, one_of
 from xffl.cluster.recognition.find import find_launcher
 from xffl.cluster.sizes_text import parse_cell

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Any, NamedTuple
@@ -462,10 +462,14 @@ class RoundCoordinator:
         """Exchange and vote on the result; return the round with what cells counted for."""
         run, number = outcome.run, outcome.context.number
         # 1. Exchange. A local failure waits for the vote, so that no other rank waits for this one.
+        voting: AbstractContextManager[None] = nullcontext()
         try:
             exchanged = self._move(run, outcome.context)
         except Exception as error:  # noqa: BLE001 - told to all ranks by the vote
+            from xffl.aggregation.engine.decision.left_exchange import LeftExchange
+
             exchanged = Exchanged(outcome.context, failure=error)
+            voting = LeftExchange(self._round_groups, self._interrupt)
         except BaseException as stop:
             if not self._atomic:
                 raise TornError(f"round {number} was interrupted by {type(stop).__name__}") from stop
@@ -483,7 +487,8 @@ class RoundCoordinator:
                 is_cut_off=run.profile.is_cut_off or isinstance(failure, RoundBroken),
                 **exchanged.told,
             )
-            statuses = self._gather_status(status, run.profile, self._closes_within_s)
+            with voting:
+                statuses = self._gather_status(status, run.profile, self._closes_within_s)
             # All ranks see the same statuses. One of another vote is no yes: that rank was interrupted, and went on.
             yes = (number, VotePhase.COMMIT, False)
             is_agreed = all((vote.round, vote.phase, vote.is_failed) == yes for vote in statuses)
@@ -499,7 +504,7 @@ class RoundCoordinator:
                 self._phase = RoundPhase.CUT_OFF
                 if not isinstance(error, Exception):
                     raise
-                raise self._unheard(number, why, failure, is_cut_off=run.profile.is_cut_off) from why
+                raise self._unheard(number, why, failure, run.profile) from why
             raise self._unknown_outcome(outcome, why, can_wait=isinstance(error, Exception)) from why
         # 3. All ranks know the same now.
         if self._phase is RoundPhase.COMMITTED:
@@ -523,10 +528,10 @@ class RoundCoordinator:
         kind = RoundBroken if any(vote.is_cut_off for vote in statuses) else RoundError
         return kind(f"round {number} was not taken, all ranks keep their weights of before: {shown}")
 
-    def _unheard(self, number: int, why: BaseException, failure: Exception | None, *, is_cut_off: bool) -> RoundError:
+    def _unheard(self, number: int, why: BaseException, failure: Exception | None, profile: RoundProfile) -> RoundError:
         """Return what this rank raises where it has not said yes, and the vote broke in which it would have said no.
 
-        ``failure`` is what has failed here before, and ``is_cut_off`` tells whether contact to another cell was lost.
+        ``failure`` is what has failed here before.
         """
         return RoundBroken(
             f"round {number} was not taken, this rank keeps its weights: {type(why).__name__}: {why}; {AFRESH}"

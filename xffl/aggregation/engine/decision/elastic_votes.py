@@ -25,6 +25,7 @@ from xffl.aggregation.engine.stages.agreed import AgreedModel
 from xffl.aggregation.engine.stages.hand_over import HandOver
 from xffl.aggregation.engine.voting.votes import RoundStatus, Seal, VotePhase, VoteTree
 from xffl.aggregation.options import Options
+from xffl.aggregation.report import RoundProfile
 from xffl.compat.pytorch import is_out_of_memory
 from xffl.costs import MOST_IN_TABLES
 from xffl.distributed.agreement.consistency import barrier
@@ -255,10 +256,13 @@ class ElasticCoordinator(RoundCoordinator):
             return refusal
         return RoundError(str(refusal)) if self._cell in failed else RoundBroken(f"another cell failed: {refusal}")
 
-    def _unheard(self, number: int, why: BaseException, failure: Exception | None, *, is_cut_off: bool) -> RoundError:
+    def _unheard(self, number: int, why: BaseException, failure: Exception | None, profile: RoundProfile) -> RoundError:
         """Return what this rank raises where others may not have heard its no: its cell ends if the rank has failed."""
-        broken = super()._unheard(number, why, failure, is_cut_off=is_cut_off)
-        has_failed = failure is not None and not is_cut_off and not is_lost_contact(failure)
+        broken = super()._unheard(number, why, failure, profile)
+        if failure is None or profile.is_cut_off:
+            return broken
+        # What has made it leave the other cells was no message that did not come.
+        has_failed = profile.has_left or not is_lost_contact(failure)
         return RankFailed(str(broken)) if has_failed else broken
 
     def _unknown_outcome(self, outcome: AgreedRound, why: BaseException, *, can_wait: bool) -> Exception:

@@ -67,7 +67,7 @@ class AgreedModel(RoundStage):
                 self._memory.staging_of(transfer, bucket).copy_(new)
             yield transfer, bucket, new
 
-    def restart(self) -> None:
+    def start_from_model(self) -> None:
         """Take the model as it is for the global model."""
         self.global_model.reset_from_model()
 

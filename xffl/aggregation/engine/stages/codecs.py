@@ -138,7 +138,7 @@ class Codecs(RoundStage):
         for feedback in self.feedback.values():
             feedback.forget()
 
-    def restart(self) -> None:
+    def start_from_model(self) -> None:
         """Take the model as it is for the agreed state."""
         for number, feedback in self.feedback.items():
             for bucket in self._transfers[number].buckets:

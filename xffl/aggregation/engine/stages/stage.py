@@ -109,7 +109,7 @@ class RoundStage:
         """Whether rounds no longer need this stage: it is taken out of their list."""
         return False
 
-    def restart(self) -> None:
+    def start_from_model(self) -> None:
         """Go on from the model as it stands, the same in all cells."""
 
     def forget(self) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import BinaryIO
 
-__all__ = ["ManyRanks"]
+__all__ = ["MergedLines"]
 
 _WINDOW_S = 5.0  # how long after a line the same line of other ranks is counted and not shown
 _MOST_LINES = 4096  # that are compared at a time
@@ -50,7 +50,7 @@ class _Repeated:
     times: int = 0
 
 
-class ManyRanks:
+class MergedLines:
     """Writes lines of many ranks to a stream: each line once for all ranks that print it within five seconds.
 
     A line behind it says how many have. The lines of a traceback go together, from its first to the one that is not
