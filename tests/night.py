@@ -178,6 +178,9 @@ AT_NIGHT: dict[str, dict[str, str]] = {
         "test_rounds_are_those_that_numpy_computes[((3, 1), None)]": "its other row of unequal cells",
     },
     "ranks/test_elastic.py": {
+        "test_a_cell_of_another_exchange_format_is_refused_alone": (
+            "unit/test_roster.py for the record of such a cell, test_mixed.py for cells of one job"
+        ),
         "test_a_cell_that_comes_back_after_the_end_does_not_wait_for_it": (
             "test_a_cell_that_starts_again_knows_who_has_finished"
         ),
@@ -351,6 +354,9 @@ AT_NIGHT: dict[str, dict[str, str]] = {
         "test_rounds_are_the_dense_mean[(4, 4)-{'dp_replicate': 1, 'dp_shard': 2, 'tp': 2}]": "its other rows",
         "test_rounds_are_the_dense_mean[(4, 4)-{'dp_replicate': 2, 'tp': 2}]": "its other rows",
         "test_algorithms[server-(4, 4)-{'dp_replicate': 1, 'dp_shard': 2, 'tp': 2}]": "its other rows",
+    },
+    "ranks/test_round_mesh_edges.py": {
+        "test_training_and_levels": "test_round_mesh.py for meshes, test_levels.py for levels",
     },
     "ranks/test_session.py": {
         "test_processes_exit_with_their_own_code[cells-0]": "test_set_up_and_clean_up, and its row raise",
