@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.night import mark_tests_of_the_night
 from xffl.cluster.recognition.launchers import launcher_variables
 
 HERE = Path(__file__).parent
@@ -66,7 +67,9 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         gc.freeze()  # what the tests of a file have imported; each session's end looks through all the rest
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m looks at the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    mark_tests_of_the_night(items, are_all=not any("::" in word for word in config.args))
     if "long" not in config.option.markexpr:
         # CI runs some rows of a table, `make nightly` all of them.
         left_out = [item for item in items if item.get_closest_marker("long") is not None]

@@ -52,7 +52,7 @@ ALWAYS = (
     "webbrowser.open",
 )
 """What no reader does, whatever it reads"""
-FEW, MORE = 5, 40
+FEW, MORE = 4, 20
 """Inputs of a reader in the short form, and of the readers of what is combined and loaded"""
 OWN_WORDS = (
     "configuration: file",

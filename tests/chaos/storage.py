@@ -391,7 +391,7 @@ for _code in (errno.EIO, errno.EROFS, errno.ENOSPC, errno.EBUSY, errno.ENOTEMPTY
 # Kills ----------------------------------------------------------------------------------------------------------------
 
 
-@kind("killed.each", short=12, long=CHANGES_OF_TWO_SAVES, allowed=("ok",))
+@kind("killed.each", short=6, long=CHANGES_OF_TWO_SAVES, allowed=("ok",))
 def killed_at_each_change(one: Try) -> None:
     """Kill a save before each change of the file system in turn."""
     _, told = save_with_fault(

@@ -807,7 +807,8 @@ def test_a_cell_that_comes_back_after_the_end_does_not_wait_for_it(journal: None
     late = "    while lost and not os.path.exists('finished'):\n        time.sleep(0.05)\n"
     text = SCRIPT.replace("while back < 3", "for _ in range(40)")
     text = text.replace("    with xffl.FederatedScaling", f"{late}    with xffl.FederatedScaling")
-    script.write_text(f"{text}open('finished', 'w').close()\n")
+    impatience = "from xffl.elastic import federation\nfederation.CELL_JOIN_TIMEOUT_S = 2.0\n"
+    script.write_text(f"{impatience}{text}open('finished', 'w').close()\n")
     command = [sys.executable, "-m", "xffl", "exec", "--elastic", "--federated", "1,1", str(script)]
     environ = os.environ | {"XFFL_FAULT": "1:0:exchange:4", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=240)

@@ -212,7 +212,7 @@ def with_folders_of_their_own(rank: int, world: int, url: str, ports: tuple[int,
     be_launched(0, 1, ports[rank])
     os.environ["XFFL_TOKEN"] = "the run's own token"
     # Neither begins without the other, and cell 0 comes first.
-    elastic = ElasticParameters(lighthouse=url, journal=f"{journal}/{rank}", least_cells=2, meeting_timeout_s=30.0)
+    elastic = ElasticParameters(lighthouse=url, journal=f"{journal}/{rank}", least_cells=2, meeting_timeout_s=15.0)
     with xffl.session(cell=rank, cells=world, elastic=elastic, timeout_s=60) as state:
         rounds = ElasticAggregator(xffl.shard(nn.Linear(5, 3), state), state)
         while rank == 1 and not Path(journal, "0", "000000000.json").exists():

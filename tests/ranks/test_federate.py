@@ -11,7 +11,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -32,6 +32,7 @@ from tests.connections import sent_by_ports
 from tests.ports import free_port
 from tests.processes import await_cells
 from tests.ranks.test_elastic_trainer import lighthouse, serving_lighthouse  # noqa: F401
+from tests.rows import some_of
 from tests.worlds import be_launched, run_world
 from xffl.distributed.startup.isolation import enter_isolation
 from xffl.integrations.checkpoints import MARKER
@@ -319,8 +320,11 @@ def be_naive(rank: int, world_size: int, port: int, folder: str) -> str:
     return str(refused.value)
 
 
-ELASTIC = ("ddp", "fsdp")
-"""The cases that elastic cells train, too"""
+Ways = tuple[tuple[str, ...], tuple[str, ...]]
+SOME: Ways = ("ddp", "lora"), ("ddp",)
+"""Cases of isolated cells, and those of them that elastic cells train, too: with DDP, and with FSDP2 and adapters"""
+MORE: Ways = ("fsdp", "distributed_config"), ("fsdp",)
+"""Which a nightly run trains"""
 
 
 def train_elastic(name: str, url: str, folder: str) -> list[dict[str, Any]]:
@@ -340,15 +344,17 @@ def check_counters(of_ranks: list[dict[str, Any]]) -> None:
         assert 0 <= counted - sum(trained["bytes"]) <= VOTES * len(trained["bytes"])
 
 
-def train_all_ways(rank: int, world_size: int, folder: str, lighthouses: dict[str, str]) -> tuple[Any, ...]:
+def train_all_ways(
+    rank: int, world_size: int, folder: str, names: tuple[str, ...], lighthouses: dict[str, str]
+) -> tuple[Any, ...]:
     """Train by hand, with a Trainer in isolated cells, naively, and with a Trainer in elastic cells."""
     from transformers.distributed import DistributedConfig
 
     import_once()
     cases = {
-        name: options
-        for name, options in CASES.items()
-        if "is_loaded" not in options or hasattr(DistributedConfig, "fsdp_size")  # not in the first transformers 5
+        name: CASES[name]
+        for name in names
+        if "is_loaded" not in CASES[name] or hasattr(DistributedConfig, "fsdp_size")  # not in the first transformers 5
     }
     ranks = {name: run_job(4, be_cell, {"folder": f"{folder}/{name}", **options}) for name, options in cases.items()}
     elastic = {name: train_elastic(name, url, folder) for name, url in lighthouses.items()}
@@ -360,20 +366,24 @@ def differ(mine: Weights, theirs: Weights) -> float:
     return max(float((mine[name] - theirs[name]).abs().max()) for name in mine)
 
 
-@pytest.fixture
-def lighthouses() -> Iterator[dict[str, str]]:
-    """The lighthouse of each elastic run; none without torchft."""
+@contextmanager
+def serving_lighthouses(names: tuple[str, ...]) -> Iterator[dict[str, str]]:
+    """Serve each elastic run with a lighthouse; none without torchft."""
     if find_spec("torchft") is None:
         yield {}
         return
     with ExitStack() as opened:
-        yield {name: opened.enter_context(serving_lighthouse()) for name in ELASTIC}
+        yield {name: opened.enter_context(serving_lighthouse()) for name in names}
 
 
-def test_a_trainer_trains_what_a_loop_by_hand_trains(tmp_path: Path, lighthouses: dict[str, str]) -> None:
-    [(by_hand, ranks, refusals, elastic)] = run_world(
-        1, train_all_ways, str(tmp_path), lighthouses, init=False, timeout_s=280
-    )
+@pytest.mark.parametrize(("names", "elastic_names"), some_of((SOME, MORE), MORE), ids=["some", "more"])
+def test_a_trainer_trains_what_a_loop_by_hand_trains(
+    tmp_path: Path, names: tuple[str, ...], elastic_names: tuple[str, ...]
+) -> None:
+    with serving_lighthouses(elastic_names) as lighthouses:
+        [(by_hand, ranks, refusals, elastic)] = run_world(
+            1, train_all_ways, str(tmp_path), names, lighthouses, init=False, timeout_s=280
+        )
     for name, of_ranks in elastic.items():  # nothing fails, so these are the rounds of isolated cells
         check_counters(of_ranks)
         for trained in of_ranks:

@@ -29,7 +29,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 pytest.importorskip("deepspeed")
 
-STAGES = (2, 3)  # 1 is cut as 2 is
+TRAINED = ("stage 2", "stage 3", "adapted")  # stage 1 is cut as 2 is
 
 
 def configure(stage: int) -> dict[str, Any]:
@@ -86,20 +86,32 @@ def be_adapted(rank: int, world_size: int, port: int, folder: str) -> tuple[Weig
     return be_cell(rank, world_size, port, folder, 2, is_adapted=True)
 
 
-def train_all(rank: int, world_size: int, folder: str) -> tuple[list[Any], dict[str, list[Any]], list[Any]]:
+def train_all(
+    rank: int, world_size: int, folder: str, names: tuple[str, ...]
+) -> tuple[list[Any], dict[str, list[Any]], list[Any]]:
     os.environ["DS_ACCELERATOR"] = "cpu"
     import_once()
     # It would be compiled for a minute.
     import_module("deepspeed.ops").__compatible_ops__["deepspeed_shm_comm"] = False
-    trained = {f"stage {stage}": run_job(sum(SIZES), be_cell, f"{folder}/{stage}", stage) for stage in STAGES}
-    trained["adapted"] = run_job(sum(SIZES), be_adapted, f"{folder}/adapted")
+    trained = {
+        name: run_job(sum(SIZES), be_adapted, f"{folder}/{name}")
+        if name == "adapted"
+        else run_job(sum(SIZES), be_cell, f"{folder}/{name}", int(name.removeprefix("stage ")))
+        for name in names
+    }
+    by_hand = run_job(sum(SIZES), be_by_hand)
+    if "stage 2" not in names:
+        return by_hand, trained, []
     # Behind the second round: before it the other cell may still be saving its sixth step.
     assert None in run_job(sum(SIZES), be_mortal, f"{folder}/killed", 2 * EVERY)
-    return run_job(sum(SIZES), be_by_hand), trained, run_job(sum(SIZES), be_mortal, f"{folder}/killed", -1)
+    return by_hand, trained, run_job(sum(SIZES), be_mortal, f"{folder}/killed", -1)
 
 
-def test_a_cell_of_zero_trains_what_a_loop_by_hand_trains(tmp_path: Path) -> None:
-    [(by_hand, ranks, resumed)] = run_world(1, train_all, str(tmp_path), init=False, timeout_s=280)
+@pytest.mark.parametrize(
+    "names", [TRAINED[:1], pytest.param(TRAINED[1:], marks=pytest.mark.long)], ids=["some", "more"]
+)
+def test_a_cell_of_zero_trains_what_a_loop_by_hand_trains(tmp_path: Path, names: tuple[str, ...]) -> None:
+    [(by_hand, ranks, resumed)] = run_world(1, train_all, str(tmp_path), names, init=False, timeout_s=280)
     for name, trained in ranks.items():
         expected = by_hand[0]["adapted" if name == "adapted" else "full"]
         for weights, counts, _ in trained:

@@ -39,7 +39,10 @@ CASES: dict[str, Case] = {
     "pipeline of three": ("fsdp", {"pp": 3}, {}, {"pp_micro_batches": 4}),
     "pipeline and fsdp": ("fsdp", {"pp": 2, "dp_shard": 2}, {"wrap": (Block,)}, {"pp_schedule": "gpipe"}),
 }
-AT_NIGHT = ("fsdp, whole", "fsdp", "tensor, whole activations", "pipeline", "pipeline of three")
+AT_NIGHT = (
+    *("ddp, buckets", "fsdp, whole", "fsdp", "tensor", "tensor, whole activations", "context", "fsdp and tensor"),
+    *("pipeline", "pipeline of three"),
+)
 """Cases whose parts others have; ``make nightly ONLY=rows`` measures them, too."""
 OPTIMIZER_OF = {"hsdp": "momentum", "single, adafactor": "adafactor"}
 Measured = tuple[int, int, int, int, dict[str, float]]

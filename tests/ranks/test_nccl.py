@@ -166,23 +166,21 @@ ROUNDS: dict[str, tuple[tuple[int, ...], int | None, tuple[dict[str, Any], ...]]
     ),
     "server of three cells": ((1, 2, 1), None, ({**STEPPED, "privacy": PRIVATE, "model": "little"}, {**STEPPED})),
     "krum": ((1,) * 5, None, ({"combine": "krum:faulty=1", "model": "little"},)),
+    "some pairs of options": ((2, 2), 1, ()),
     **{f"pairs of options, {cells}, {hsdp}": (cells, hsdp, ()) for cells, hsdp in CHOICES["layout"]},
 }
 
 
-ROUNDS_AT_NIGHT = (
-    *("one cell, hsdp", "two ranks", "a pair between", "eight", "levels, hsdp"),
-    *(f"pairs of options, {cells}, {hsdp}" for cells, hsdp in LAYOUTS if (cells, hsdp) not in LAYOUTS[2:4]),
-)
+ROUNDS_IN_CI = {"three ranks", "levels", "server", "krum", "some pairs of options"}
 
 
 @pytest.mark.timeout(1800 if ALL else 300)
-@pytest.mark.parametrize("name", some_of(ROUNDS, *ROUNDS_AT_NIGHT))
+@pytest.mark.parametrize("name", some_of(ROUNDS, *ROUNDS.keys() - ROUNDS_IN_CI))
 def test_rounds_keep_nccls_rules(name: str) -> None:
     """Set-up, shared weights and rounds: nobody hangs, everything fits, no stream runs into another."""
     cells, hsdp, options = ROUNDS[name]
     if not options:
-        options = options_of((cells, hsdp))
+        options = options_of((cells, hsdp))[:: 4 if name.startswith("some") else 1]
     traces, races = traces_of(sum(cells) or 4, rounds, cells, hsdp, *options, timeout_s=1700 if ALL else 200)
     assert faults_of(traces) + races == []
     assert all(any(isinstance(record, Call) for record in trace) for trace in traces)
@@ -261,7 +259,7 @@ LINKED: dict[str, tuple[tuple[int, ...], int | None, tuple[dict[str, Any], ...]]
 }
 
 
-LINKED_IN_CI = {"equal", "replicas", "unlike numbers of replicas", "replicas, stepped"}
+LINKED_IN_CI = {"equal", "replicas, stepped"}
 
 
 def crossing(traces: list[list[Record]], cells: tuple[int, ...]) -> list[str]:
@@ -362,7 +360,7 @@ COPIED: list[tuple[int | None, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("hsdp", "options"), some_of(COPIED, COPIED[1], COPIED[3], COPIED[4]), ids=str)
+@pytest.mark.parametrize(("hsdp", "options"), some_of(COPIED, *(row for row in COPIED if row != COPIED[2])), ids=str)
 def test_a_round_copies_through_the_host_what_the_plan_says(hsdp: int | None, options: dict[str, Any]) -> None:
     """Replicas copy nothing; without them what goes on behind steps is copied once more, to be merged."""
     cells = (4, 2)
@@ -399,6 +397,7 @@ def benched() -> None:
     assert record is None or record["layout"]["link_backend"] == "gloo"
 
 
+@pytest.mark.long  # tests/ranks/test_bench.py measures the same groups over gloo
 def test_a_benchmark_measures_what_each_group_sends_from() -> None:
     traces, races = traces_of(4, benched)
     assert crossing(traces, (2, 2)) == [] and faults_of(traces) + races == []
@@ -414,6 +413,7 @@ def test_by_default_nccl_crosses_cells() -> None:
     assert any(place.startswith("aggregation/engine/transport.py") for place in crossing(traces, (2, 2)))
 
 
+@pytest.mark.long  # what trains is above, in one cell; rounds over such links, too
 def test_cells_train_over_nccl_with_gloo_between_them() -> None:
     traces, races = traces_of(6, training, "hsdp", federated=(4, 2), link_backend="gloo")
     assert crossing(traces, (4, 2)) == []
@@ -426,7 +426,7 @@ TRAINED = (
     *("pipeline and fsdp", "pipeline and ddp"),
 )
 """Of the strategies' cases those that send something in another way."""
-TRAINED_AT_NIGHT = ("single", "fsdp, offloaded", "fsdp and context", "pipeline and ddp")
+TRAINED_AT_NIGHT = tuple(name for name in TRAINED if name not in ("hsdp", "pipeline and fsdp"))
 
 
 @pytest.mark.parametrize("name", CASES if ALL else some_of(TRAINED, *TRAINED_AT_NIGHT))
@@ -725,21 +725,22 @@ def the_host_waits_alone() -> None:
     mock.patch("xffl.parallel.spread.connect", connect).start()
 
 
-@pytest.mark.parametrize(
-    ("cells", "plant", "told"),
-    [
-        ((4, 2), unconnected, "is first used by ranks [0, 4] only"),
-        ((2, 1), in_another_order, "hangs in allreduce at distributed/collectives.py"),
-        ((1, 1), one_by_one, "is no batch: NCCL connects the two by themselves"),
-        ((1, 1), first_one_way, "never ends"),
-        ((1, 1), of_another_size, "where rank"),
-        ((2, 2), another_collective, "meets broadcast at parallel/spread.py"),
-        ((2, 2), another_kind, "meets allgather_base at parallel/spread.py"),
-        ((2, 2), the_host_waits_alone, "hangs in a wait of the host at item() at parallel/spread.py"),
-        ((1, 1), not_waited_for, "on another stream"),
-        ((1, 1), the_caller_goes_on, "on another stream"),
-    ],
-)
+PLANTED: list[tuple[tuple[int, ...], Callable[[], None], str]] = [
+    ((2, 1), in_another_order, "hangs in allreduce at distributed/collectives.py"),
+    ((1, 1), one_by_one, "is no batch: NCCL connects the two by themselves"),
+    ((1, 1), of_another_size, "where rank"),
+    ((1, 1), not_waited_for, "on another stream"),
+    ((4, 2), unconnected, "is first used by ranks [0, 4] only"),
+    ((1, 1), first_one_way, "never ends"),
+    ((2, 2), another_collective, "meets broadcast at parallel/spread.py"),
+    ((2, 2), another_kind, "meets allgather_base at parallel/spread.py"),
+    ((2, 2), the_host_waits_alone, "hangs in a wait of the host at item() at parallel/spread.py"),
+    ((1, 1), the_caller_goes_on, "on another stream"),
+]
+"""The first four are a hang, a batch, a size and a race; the others come to the same findings by other ways."""
+
+
+@pytest.mark.parametrize(("cells", "plant", "told"), some_of(PLANTED, *PLANTED[4:]))
 def test_faults_that_are_put_in_are_found(cells: tuple[int, ...], plant: Callable[[], None], told: str) -> None:
     hsdp, options = (1, {"rails": True}) if plant is in_another_order else (None, {})
     traces, races = traces_of(sum(cells), rounds, cells, hsdp, options, plant=plant)
@@ -785,18 +786,18 @@ def host_memory_is_used_again() -> None:
     mock.patch.object(ExchangeWalk, "end", end).start()
 
 
-@pytest.mark.parametrize(
-    ("plant", "options", "told"),
-    [
-        (nobody_settles, {}, "what aten::copy_ at aggregation/engine/buffers.py"),
-        (nobody_finishes, {}, "still reads"),
-        (nobody_holds_writes, {"behind": True}, "writes what aten::copy_ at aggregation/engine/buffers.py"),
-        (brought_on_another_stream, {}, f"broadcast at {CELL}"),
-        (copied_before_its_mean, {"model": "buffers"}, "writes, on another stream"),
-        (host_memory_is_used_again, {}, "still reads"),
-        (the_caller_goes_on, {}, f"broadcast at {CELL}"),
-    ],
-)
+RACES: list[tuple[Callable[[], None], dict[str, Any], str]] = [
+    (nobody_settles, {}, "what aten::copy_ at aggregation/engine/buffers.py"),
+    (nobody_finishes, {}, "still reads"),
+    (the_caller_goes_on, {}, f"broadcast at {CELL}"),
+    (nobody_holds_writes, {"behind": True}, "writes what aten::copy_ at aggregation/engine/buffers.py"),
+    (brought_on_another_stream, {}, f"broadcast at {CELL}"),
+    (copied_before_its_mean, {"model": "buffers"}, "writes, on another stream"),
+    (host_memory_is_used_again, {}, "still reads"),
+]
+
+
+@pytest.mark.parametrize(("plant", "options", "told"), some_of(RACES, *RACES[3:]))
 def test_faults_of_the_hosts_memory_are_found(plant: Callable[[], None], options: dict[str, Any], told: str) -> None:
     """A bucket is sent before it has come, filled again before it has gone, or trained before it has been read.
 

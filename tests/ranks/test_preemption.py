@@ -557,35 +557,37 @@ callbacks: [{class_path: ProgressCallback}]
 """
 
 
-def test_exec_tells_that_its_ranks_have_left(tmp_path: Path) -> None:
+FEW = ["--training.max_steps", "10"]
+LEAVES: list[tuple[str, int, int, list[str]]] = [("early", 75, 1, FEW), ("exec", 75, 2, []), ("late", 0, 1, FEW)]
+"""When the signal comes, the code of the command, its ranks, and what they are given"""
+
+
+@pytest.mark.parametrize(("how", "code", "ranks", "words"), some_of(LEAVES, LEAVES[0], LEAVES[2]))
+def test_exec_tells_that_its_ranks_have_left(how: str, code: int, ranks: int, words: list[str], tmp_path: Path) -> None:
     (tmp_path / "leaver.py").write_text(LEAVER)
     (tmp_path / "config.yaml").write_text(LEAVING)
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("XFFL_", "TORCHELASTIC"))}
     environ["PYTHONPATH"] = str(ROOT)
-    few = ["--training.max_steps", "10"]
-    for how, code, ranks, words in (("early", 75, 1, few), ("exec", 75, 2, []), ("late", 0, 1, few)):
-        for file in tmp_path.glob("here_*"):
-            file.unlink()
-        cells = ",".join("1" * ranks)
-        command = [sys.executable, "-m", "xffl", "exec", "--processes", str(ranks), "--federated", cells]
-        command += ["config.yaml", "--experiment.output_dir", how, *words]
-        with subprocess.Popen(
-            command, cwd=tmp_path, env=environ | {"HOW": how}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        ) as job:
-            while job.poll() is None and len(list(tmp_path.glob("here_*"))) < ranks:
-                threading.Event().wait(0.05)
-            job.send_signal(signal.SIGTERM if how == "exec" else signal.SIGUSR2)
-            if how == "late":
-                (tmp_path / "sent").touch()
-            out, told = job.communicate(timeout=120)
-        assert job.returncode == code, (how, job.returncode, out, told)
-        assert "Traceback" not in told and "Warning" not in told, told
-        found = find_latest_checkpoint(tmp_path / how)
-        ending = {"early": "stopped early  0 rounds  ", "late": "finished  1 round  "}.get(
-            how, f"stopped early, saved as {found and found.name}  2 cells  "
-        )
-        told = out.splitlines()[-1]
-        assert told.startswith(f"leaving  {ending}"), told
-        assert f"records in {how}; xffl report {how} makes" in told, told
-        if how == "exec":
-            assert found is not None and 0 < int(found.name.removeprefix("step_")) < 150, found
+    cells = ",".join("1" * ranks)
+    command = [sys.executable, "-m", "xffl", "exec", "--processes", str(ranks), "--federated", cells]
+    command += ["config.yaml", "--experiment.output_dir", how, *words]
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environ | {"HOW": how}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as job:
+        while job.poll() is None and len(list(tmp_path.glob("here_*"))) < ranks:
+            threading.Event().wait(0.05)
+        job.send_signal(signal.SIGTERM if how == "exec" else signal.SIGUSR2)
+        if how == "late":
+            (tmp_path / "sent").touch()
+        out, told = job.communicate(timeout=120)
+    assert job.returncode == code, (how, job.returncode, out, told)
+    assert "Traceback" not in told and "Warning" not in told, told
+    found = find_latest_checkpoint(tmp_path / how)
+    ending = {"early": "stopped early  0 rounds  ", "late": "finished  1 round  "}.get(
+        how, f"stopped early, saved as {found and found.name}  2 cells  "
+    )
+    told = out.splitlines()[-1]
+    assert told.startswith(f"leaving  {ending}"), told
+    assert f"records in {how}; xffl report {how} makes" in told, told
+    if how == "exec":
+        assert found is not None and 0 < int(found.name.removeprefix("step_")) < 150, found

@@ -25,6 +25,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 import xffl
+from tests.night import is_at_night
 from xffl.extras import install_command
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -322,7 +323,10 @@ def test_every_feature_has_a_page_and_a_test() -> None:
     assert len(rows) == (ROOT / "docs/reference/features.rst").read_text().count("\n   * - ") - 1  # without the head
     for feature, page, file, test in rows:
         assert (ROOT / "docs" / f"{page}.rst").is_file(), feature
-        assert f"\ndef {test}(" in (ROOT / "tests" / file).read_text(), feature
+        text = (ROOT / "tests" / file).read_text()
+        assert f"\ndef {test}(" in text, feature
+        is_long = is_at_night(file, test) or bool(re.search(rf"\n@pytest\.mark\.long\b.*\n(@.*\n)*def {test}\(", text))
+        assert feature.endswith(" (nightly)") == is_long, feature
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/first_run.rst"])

@@ -29,7 +29,7 @@ from tests.chaos.inputs.attempts import attempt, input_of, try_parser
 from tests.chaos.inputs.parser import Parser
 
 HOME = Path.cwd()
-SHORT, LONG = 12, 2000
+SHORT, LONG = 6, 2000
 MEMORY = 6 * 2**30
 """How much more memory than at the start an input may take, so that one that fills it is told and not killed"""
 
