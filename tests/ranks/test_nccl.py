@@ -581,6 +581,14 @@ def after_a_late_gpu(cells: tuple[int, ...], late_rank: int, **asked: Any) -> No
         late(cells, late_rank, **asked)
 
 
+def test_further_handles_of_a_state_get_no_communicator_of_nccl() -> None:
+    """A state has three further handles of its senders and of its replicas; rounds use three of their own."""
+    traces, _ = traces_of(4, rounds, (2, 2), 1)
+    for rank, trace in enumerate(traces):  # of each cell the first rank sends
+        used = {record.group for record in trace if isinstance(record, Call) and "_stream" in record.group[0]}
+        assert [name.split()[0] for name, _ in used] == ["xffl_federated_stream"] * (0 if rank % 2 else 3), used
+
+
 @pytest.mark.parametrize("asked", [{}, {"link_backend": "gloo", "hsdp": 1}], ids=str)
 def test_a_round_that_fails_on_a_gpu_leaves_the_callers_stream_free(asked: dict[str, Any]) -> None:
     """It waits for the round's only once all have agreed, so that the model can be read if they have not."""
