@@ -363,13 +363,14 @@ class Copies:
         """Let the host wait for all copies, before their memory is used again."""
 
 
-def host_or_gpu(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def host_or_gpu(numel: int, dtype: torch.dtype, device: torch.device, *, is_lasting: bool = False) -> torch.Tensor:
     """Return memory to send from and to receive into; beside a GPU what lies with the host is pinned.
 
     What lies on a GPU and crosses in the host's memory (gloo) is copied there without a detour, and behind the host.
+    With ``is_lasting`` large memory of the host is of huge pages.
     """
     is_pinned = device.type == "cpu" and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    if device.type == "cpu" and not is_pinned:
+    if is_lasting and device.type == "cpu" and not is_pinned:
         return lasting_memory(numel, dtype)
     return torch.empty(numel, dtype=dtype, device=device, pin_memory=is_pinned)
 

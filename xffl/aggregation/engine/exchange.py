@@ -265,7 +265,9 @@ class Memory:
 
     def _make_staging(self, transfer: GroupTransfer) -> torch.Tensor:
         if self._arena is None:
-            return host_or_gpu(transfer.group.numel, transfer.dtype, self.device)
+            # With a codec it takes turns with the memory of the agreed values.
+            is_lasting = transfer.codec is not None
+            return host_or_gpu(transfer.group.numel, transfer.dtype, self.device, is_lasting=is_lasting)
         return self._arena.take(transfer.group.numel, transfer.dtype)
 
     def _reserve_packs(self, transfers: Sequence[GroupTransfer]) -> None:
