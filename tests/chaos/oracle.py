@@ -597,6 +597,8 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, help="where the folders of runs are made that found something")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    if args.keep is not None:
+        args.keep.mkdir(parents=True, exist_ok=True)
     counts: Counter[str] = Counter()
     with ThreadPoolExecutor(args.jobs) as pool:
         numbers = args.only or range(args.seed, args.seed + args.runs)
