@@ -156,6 +156,11 @@ def test_a_planted_pickle_is_not_run(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:size].ljust(size, b"\0"))
     with pytest.raises(xffl.CheckpointError, match=r"__0_0\.distcp is not as it was written"):
         load_checkpoint(tmp_path / "it", {"model": model}, ALONE)
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1])
+    with pytest.raises(xffl.CheckpointError, match=rf"__0_0\.distcp has {size - 1} bytes in place of {size}"):
+        load_checkpoint(tmp_path / "it", {"model": model}, ALONE)
+    file.write_bytes(whole)
     seal(tmp_path / "it")  # a forger knows how checksums are made
     with pytest.raises(xffl.CheckpointError, match=r"reading failed.*load another checkpoint"):
         load_checkpoint(tmp_path / "it", {"model": model}, ALONE)

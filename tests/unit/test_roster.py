@@ -230,6 +230,8 @@ def test_records_travel_as_text_and_must_go_together() -> None:
         CellRecord.from_plain({**told.to_plain(), "new": 1})
     with pytest.raises(ConfigError, match="start of the record of cell 1 is no id"):
         CellRecord.from_plain({**told.to_plain(), "start": "x"})
+    with pytest.raises(ConfigError, match="life of the record of cell 1 is 2.8f0c, one of cell 2"):
+        CellRecord.from_plain({**told.to_plain(), "life": "2.8f0c"})
     # The number is read before anything else, which may be told otherwise in that format.
     with pytest.raises(ConfigError, match=r"^the exchange format of cell 1 is 9 \(xffl 9.1\), that of this cell "):
         CellRecord.from_plain({"cell": 1, "format": 9, "runtime": {"xffl": "9.1"}, "new": 1})
