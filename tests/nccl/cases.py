@@ -26,13 +26,11 @@ from tests.ranks.test_strategies import CASES, configure
 from tests.rounds import make_rounds
 from tests.worlds import be_launched, run_world
 from xffl.aggregation.engine.decision.consensus import RoundBroken, RoundInput
-from xffl.aggregation.engine.transport import CrossCellTransport
 from xffl.aggregation.federations.elastic import ElasticAggregator
 from xffl.aggregation.federations.hierarchical import Level, Levels
 from xffl.distributed import ElasticParameters
 from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.session import cleanup_distributed_process_group, setup_distributed_process_group
-from xffl.distributed.several_worlds.cross_world import CrossWorldGroup
 from xffl.parallel import DistributedStrategy
 
 __all__ = ["elastic_rounds", "isolated_rounds", "rounds", "traces_of", "training"]
@@ -185,7 +183,8 @@ def elastic_rounds(url: str, ports: tuple[int, int], **options: Any) -> None:
         aggregator.join()
         before = aggregator.state_dict()
         _make_elastic_round(aggregator)
-        loses = mock.patch.object(CrossCellTransport, "_post", _lose_connections)
+        lost = RuntimeError("a connection was lost")
+        loses = mock.patch("xffl.aggregation.engine.transport.start_moves", side_effect=lost)
         with loses if (cell, rank) == (1, 0) else nullcontext(), pytest.raises(RoundBroken):
             _make_elastic_round(aggregator)  # without what one cell had to send
         _make_elastic_round(aggregator)
@@ -204,13 +203,6 @@ def isolated_rounds(**options: Any) -> None:
     session = xffl.session(federated=(2, 2), isolate=True, backend=BACKEND, device="cuda", hsdp=1, timeout_s=60)
     with mock.patch.object(threading, "Thread", RealThread), session as state:
         _make_rounds(state, **options)
-
-
-def _lose_connections(transport: CrossCellTransport, *_: Any, **__: Any) -> None:
-    world = transport.link.round_groups.world
-    assert isinstance(world, CrossWorldGroup)
-    world.poison()
-    raise RuntimeError("a connection was lost")
 
 
 def _make_elastic_round(aggregator: ElasticAggregator) -> None:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,8 +28,6 @@ from tests.kept import Own
 from tests.ports import free_port
 from tests.rows import some_of
 from tests.worlds import be_launched, run_world
-from xffl.aggregation.engine.exchange import RoundRun
-from xffl.aggregation.engine.transport import ExactValues
 from xffl.checkpoint import AsyncSaver, CheckpointManager, load_checkpoint, save_checkpoint
 from xffl.checkpoint.format import read_record
 from xffl.cli.execute import build_parser, run, split_command
@@ -359,43 +357,6 @@ def test_who_waits_for_a_cell_hears_that_it_has_failed_and_not_that_its_script_i
             words, lost = heard
             assert words == ("0", "1", "2")
             assert "another rank of the job has ended" in lost
-
-
-EXCHANGES: tuple[tuple[bool, tuple[type, str]], ...] = (
-    (False, (RoundRun, "walk")),
-    (True, (RoundRun, "walk")),
-    (True, (ExactValues, "prepare")),
-)
-"""Whether cells are isolated, and what fails in the exchange of a round"""
-
-
-def leave_an_exchange(rank: int, world_size: int, ports: list[int]) -> list[tuple[float, str]]:
-    """Make rounds in which the first rank of a cell of two fails, for which all others wait; tell when each ends."""
-    told: list[tuple[float, str]] = []
-    for port, (isolate, failing) in zip(ports, EXCHANGES, strict=True):
-        be_launched(rank, world_size, port)
-        begun = time.monotonic()
-        try:
-            with xffl.session(federated=(2, 1), isolate=isolate, timeout_s=60) as state:
-                rounds = xffl.Aggregator(nn.Linear(3, 2), state, gradients_reduced_by_caller=True)
-                fails = mock.patch.object(*failing, side_effect=MemoryError("no room for it"))
-                begun = time.monotonic()
-                with fails if rank == 0 else nullcontext():
-                    rounds.aggregate()
-        except xffl.RoundError as refused:
-            told.append((time.monotonic() - begun, str(refused)))
-    return told
-
-
-def test_nobody_waits_for_a_rank_that_has_left_an_exchange() -> None:
-    ports = [free_port() for _ in EXCHANGES]
-    for rank, told in enumerate(run_world(3, leave_an_exchange, ports, init=False, timeout_s=150)):
-        assert len(told) == len(EXCHANGES)
-        for waited_s, text in told:
-            assert waited_s < 20, (rank, text)  # of 60
-            assert "keeps its weights" in text or "all ranks keep their weights" in text, (rank, text)
-            assert rank or "MemoryError: no room for it" in text
-        assert "rank 0 (cell 0): MemoryError: no room for it" in told[0][1]  # of one world all have heard why
 
 
 def wrap_later(rank: int, world_size: int, port: int) -> list[str]:

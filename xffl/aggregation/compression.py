@@ -535,7 +535,7 @@ class ErrorFeedback:
         self._new_residuals: dict[CodePlace, torch.Tensor] = {}
         self._spare: dict[CodePlace, torch.Tensor] = {}
         self._norms: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._block = torch.empty(0)
+        self._block = torch.empty(0, dtype=torch.float32)
         """What is left of the last block of memory for residuals, on a CPU"""
 
     @property

@@ -32,6 +32,6 @@ def close_connections(group: Group) -> None:
         return
     for nobody in {*range(group.size())} - {group.rank()}:
         try:  # a receive that runs out of time closes all connections of its group, see CrossWorldGroup.poison
-            group.recv([torch.zeros(1)], nobody, _TAG).wait(timedelta(milliseconds=1))
+            group.recv([torch.zeros(1, dtype=torch.uint8)], nobody, _TAG).wait(timedelta(milliseconds=1))
         except RuntimeError:
             continue

@@ -466,10 +466,8 @@ class RoundCoordinator:
         try:
             exchanged = self._move(run, outcome.context)
         except Exception as error:  # noqa: BLE001 - told to all ranks by the vote
-            from xffl.aggregation.engine.decision.left_exchange import LeftExchange
-
             exchanged = Exchanged(outcome.context, failure=error)
-            voting = LeftExchange(self._round_groups, self._interrupt)
+            voting = self._voting_without_values()
         except BaseException as stop:
             if not self._atomic:
                 raise TornError(f"round {number} was interrupted by {type(stop).__name__}") from stop
@@ -527,6 +525,14 @@ class RoundCoordinator:
             return TornError(f"round {number} failed with atomic=False: {shown}")
         kind = RoundBroken if any(vote.is_cut_off for vote in statuses) else RoundError
         return kind(f"round {number} was not taken, all ranks keep their weights of before: {shown}")
+
+    def _voting_without_values(self) -> AbstractContextManager[None]:
+        """Return the block of the vote of a rank that has left the exchange by an error.
+
+        Ranks that still wait for its values come to the vote after their timeout. Connections are not closed here: a
+        rank that has said yes, and learns no result, has a torn model.
+        """
+        return nullcontext()
 
     def _unheard(self, number: int, why: BaseException, failure: Exception | None, profile: RoundProfile) -> RoundError:
         """Return what this rank raises where it has not said yes, and the vote broke in which it would have said no.

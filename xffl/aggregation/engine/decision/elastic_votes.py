@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 
 from xffl.aggregation.engine.alike.unequal_replicas import ReplicasDiffer
@@ -18,6 +18,7 @@ from xffl.aggregation.engine.decision.consensus import (
 )
 from xffl.aggregation.engine.decision.fitting_cells import AcceptedTraits, find_failed_cells, find_faulty_cells
 from xffl.aggregation.engine.decision.injected_faults import FaultyVoteTree
+from xffl.aggregation.engine.decision.left_exchange import LeftExchange
 from xffl.aggregation.engine.exchange import Exchange, RoundRun
 from xffl.aggregation.engine.groups import RoundScope
 from xffl.aggregation.engine.planning.transfers import RoundContext
@@ -259,6 +260,10 @@ class ElasticCoordinator(RoundCoordinator):
         if not failed:
             return refusal
         return CellFailed(str(refusal)) if self._cell in failed else RoundBroken(f"another cell failed: {refusal}")
+
+    def _voting_without_values(self) -> AbstractContextManager[None]:
+        """Return a block in which others stop waiting for this rank: what becomes of the round is the journal's."""
+        return LeftExchange(self._round_groups, self._interrupt)
 
     def _unheard(self, number: int, why: BaseException, failure: Exception | None, profile: RoundProfile) -> RoundError:
         """Return what this rank raises where others may not have heard its no: its cell ends if the rank has failed."""

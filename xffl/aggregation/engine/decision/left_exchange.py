@@ -1,6 +1,6 @@
-"""What a rank does that has left an exchange by an error, and whose vote the others do not come to.
+"""What a rank of an elastic cell does that has left an exchange by an error, and whose vote the others do not come to.
 
-They still wait for what it was to send: inside its cell, or everywhere where all ranks are in one world.
+They still wait for what it was to send.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ __all__ = ["ALONE_S", "LeftExchange"]
 ALONE_S = 2.0
 """How long a rank that has left an exchange waits for the others' votes until it closes its connections to them.
 
-Others may still be on their way to the vote, and hear there why the round is not taken. So they do where the exchange
-has other groups than the vote, which are closed first.
+Others may still be on their way to the vote, and hear there why the round is not taken: the groups in which a cell
+exchanges values, and nobody votes, are closed first.
 """
 
 
