@@ -230,6 +230,12 @@ def test_torch_asks_for_huge_pages_for_all_tensors_or_for_none() -> None:
         assert " hg" not in flags_at(torch.zeros(10**7))
 
 
+def test_large_memory_that_a_host_lacks_is_out_of_memory() -> None:
+    with pytest.raises((MemoryError, RuntimeError), match="4611686018427387904 bytes") as caught:
+        lasting_memory(2**60, torch.float32)
+    assert is_out_of_memory(caught.value)
+
+
 def test_ddp_does_not_tell_whose_gradients_it_reduces(tmp_path: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
