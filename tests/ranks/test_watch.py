@@ -35,6 +35,7 @@ from xffl.callers import find_caller
 from xffl.cluster.launch import failure
 from xffl.distributed import DistributedState
 from xffl.distributed.failures import waits
+from xffl.distributed.failures.long_waits import LongWait
 from xffl.distributed.failures.world_store import clone_store
 
 ROOT = Path(__file__).parents[2]
@@ -43,15 +44,14 @@ ROOT = Path(__file__).parents[2]
 class _Told(io.StringIO):
     """Standard error that lets the other ranks go on once something was written."""
 
-    def __init__(self, store: dist.Store, key: str = "told") -> None:
+    def __init__(self, store: dist.Store) -> None:
         super().__init__()
         self._store = store
-        self._key = key
 
     def write(self, text: str) -> int:
         count = super().write(text)
         if text.strip():
-            self._store.set(self._key, "")
+            self._store.set("told", "")
         return count
 
 
@@ -97,15 +97,23 @@ def test_a_rank_that_waits_in_a_call_of_all_ranks_names_it(tmp_path: Path) -> No
 
 
 def many_waiting_ranks(rank: int, world_size: int) -> str:
+    """Let rank 3 come to two calls when each other rank has told of its wait, or left that to another one."""
     state = new_state(rank, world_size)
     lines = ""
     clone = clone_store("no store")
+    tell = LongWait.tell
     for number in range(2):  # of the second wait the ranks tell as of the first
-        told = _Told(clone, f"told {number}")
+        told = io.StringIO()
+
+        def tell_and_note(wait: LongWait, seconds: float, number: int = number) -> None:
+            tell(wait, seconds)
+            clone.set(f"told {number} {rank}", "")
+
         dist.barrier()  # who comes later than others by as much is told of, too
-        with mock.patch.object(waits, "TELL_AFTER_S", 1.5), redirect_stderr(told):
+        soon = mock.patch.object(waits, "TELL_AFTER_S", 1.5)
+        with soon, mock.patch.object(LongWait, "tell", tell_and_note), redirect_stderr(told):
             if rank == 3:
-                clone.wait([f"told {number}"], timedelta(seconds=30))
+                clone.wait([f"told {number} {other}" for other in range(3)], timedelta(seconds=30))
             state.set_federated_scaling((1, 1, 1, 1))
         state.unset_federated_scaling()
         lines += told.getvalue()
