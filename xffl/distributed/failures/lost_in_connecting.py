@@ -40,12 +40,15 @@ def await_group(making: Making[_Made], gathering: Gathering) -> None:
     deadline = time.monotonic() + gathering.timeout_s
     problem = ""
     is_known = False  # to the others, from the rank that has noticed it
+    is_unreachable = False  # whether the store took no connection at the last look
     if making.wait(min(period, turn_of_waiting(gathering.size))):
         return
     while not problem:
         try:
             store = _second_connection(gathering.store)
-            if store.check([gathering.failure]):
+            if store is None:  # over the first connection a thread may wait for as long as the store's timeout says
+                problem = "the store of the ranks is gone: it takes no connections" if is_unreachable else ""
+            elif store.check([gathering.failure]):
                 reason = store.get(gathering.failure).decode(errors="replace")
                 problem = f"another rank of the job has ended by: {reason}"
                 is_known = True
@@ -55,6 +58,7 @@ def await_group(making: Making[_Made], gathering: Gathering) -> None:
         except RuntimeError as gone:
             problem = f"the store of the ranks is gone: {gone}"
         if not problem:
+            is_unreachable = store is None
             del store  # it is closed, so that another rank has its place
         left = deadline - time.monotonic()
         if not problem and left <= 0:
@@ -65,19 +69,23 @@ def await_group(making: Making[_Made], gathering: Gathering) -> None:
             return
     if not is_known:
         with suppress(RuntimeError):
-            _second_connection(gathering.store).set(gathering.failure, problem)
+            if (store := _second_connection(gathering.store)) is not None:
+                store.set(gathering.failure, problem)
     raise RuntimeError(f"gloo could not connect the {gathering.size} ranks of a group: {problem}")
 
 
-def _second_connection(store: Store) -> Store:
-    """Return a connection to a store beside that over which a thread may wait for an address, or that one."""
+def _second_connection(store: Store) -> Store | None:
+    """Return a connection to a store beside that over which a thread may wait for an address.
+
+    That one where this process can open no other, and ``None`` where the store takes none.
+    """
     inner = store
     while isinstance(inner, PrefixStore):
         inner = inner.underlying_store
     try:
         # torch tries for long to connect to a store that has gone, and writes lines about it.
         if isinstance(inner, TCPStore) and connection_error(inner.host, str(inner.port), _CONNECT_S) is not None:
-            return store
+            return None
         return clone_of(store)
     except RuntimeError:  # too many files are open, or it has gone now
         return store
