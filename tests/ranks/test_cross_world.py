@@ -17,6 +17,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tests.ports import free_port
 from tests.worlds import run_world
+from xffl.cluster.reaching import find_listener
 from xffl.compat.sockets import open_sockets, sockets_opened_since
 from xffl.distributed.several_worlds.cross_world import CrossWorldGroup
 
@@ -24,11 +25,17 @@ DEAD, WAITING, POISONING = range(3)
 STAYS_S = 20.0
 
 
+def join(rank: int, world: int, port: int) -> CrossWorldGroup:
+    """Make the group when the store is served, which one of its ranks does."""
+    find_listener("127.0.0.1", port, 60.0)
+    return CrossWorldGroup(f"127.0.0.1:{port}", "g", rank, world, first=0, connect_s=60, timeout_s=30)
+
+
 def poison_behind_a_dead_rank(rank: int, world: int, port: int) -> float:
     if rank == WAITING:
         store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
         assert store.port == port
-    group = CrossWorldGroup(f"127.0.0.1:{port}", "g", rank, world, first=0, connect_s=60, timeout_s=30)
+    group = join(rank, world, port)
     group.all_reduce(torch.ones(1), dist.ReduceOp.SUM)
     if rank == DEAD:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -50,7 +57,7 @@ def prove(rank: int, world: int, port: int) -> list[int]:
     if rank == 0:
         store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
         assert store.port == port
-    group = CrossWorldGroup(f"127.0.0.1:{port}", "g", rank, world, first=0, connect_s=60, timeout_s=30)
+    group = join(rank, world, port)
     unproven = group.unproven(b"another" if rank == 2 else b"the run's", 30)
     group.all_reduce(torch.ones(1), dist.ReduceOp.SUM)  # all have looked
     return unproven
@@ -72,7 +79,7 @@ def options_of_connections(rank: int, world: int, port: int) -> list[tuple[int, 
         store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
         assert store.port == port
     before = open_sockets()
-    group = CrossWorldGroup(f"127.0.0.1:{port}", "g", rank, world, first=0, connect_s=60, timeout_s=30)
+    group = join(rank, world, port)
     group.all_reduce(torch.ones(1), dist.ReduceOp.SUM)
     found = []
     for descriptor in sockets_opened_since(before):
@@ -97,7 +104,7 @@ def lose_a_rank_in_a_message(rank: int, world: int, port: int) -> float:
     if rank == WAITING:
         store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
         assert store.port == port
-    group = CrossWorldGroup(f"127.0.0.1:{port}", "g", rank, world, first=0, connect_s=60, timeout_s=30)
+    group = join(rank, world, port)
     values = torch.zeros(2**26)
     group.all_reduce(torch.ones(1), dist.ReduceOp.SUM)
     if rank == DEAD:

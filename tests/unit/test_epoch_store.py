@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -12,7 +13,8 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from tests.ports import free_port
-from xffl.elastic.epoch_store import await_ranks, connect_store, delete_keys_of_groups, keys_of_group
+from xffl.distributed.several_worlds.distant_store import StoreGone, connect_store
+from xffl.elastic.epoch_store import await_ranks, delete_keys_of_groups, keys_of_group
 
 
 def meet(names: list[str], size: int, *, within_s: float, find_lost: Callable[[], str] | None = None) -> dict[str, str]:
@@ -66,6 +68,24 @@ def test_a_store_that_has_ended_is_not_waited_for() -> None:
     begun = time.monotonic()
     with pytest.raises(RuntimeError, match="nothing listens at 127.0.0.1:"):
         connect_store(f"127.0.0.1:{free_port()}", within_s=600)
+    assert time.monotonic() - begun < 60
+
+
+def test_a_store_that_ends_while_one_connects_is_not_waited_for() -> None:
+    """It was there when it was looked for."""
+    begun = time.monotonic()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+
+        def end_at_first_look() -> None:
+            server.accept()[0].close()
+            server.close()
+
+        ending = threading.Thread(target=end_at_first_look)
+        ending.start()
+        with pytest.raises(StoreGone, match="nothing listens at 127.0.0.1:"):
+            connect_store(f"127.0.0.1:{port}", within_s=600)
+        ending.join()
     assert time.monotonic() - begun < 60
 
 

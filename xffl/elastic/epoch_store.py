@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
-from xffl.elastic.answers import knock
-
-__all__ = ["await_ranks", "connect_store", "delete_keys_of_groups", "keys_of_group"]
+__all__ = ["await_ranks", "delete_keys_of_groups", "keys_of_group"]
 
 HERE_KEY = "here"
 """How many ranks have come."""
@@ -26,8 +23,6 @@ SHORTEST_S, LONGEST_S = 0.002, 0.1
 """Bounds of the time between two questions to the store, which is a quarter of the time that has been waited."""
 MOST_OWN_KEYS = 3
 """Keys of a cell's store that belong to no group, at most; torch has one of its own."""
-TRY_S = 2.0
-"""How long a try to connect to the store lasts."""
 
 
 def keys_of_group(group: str, size: int) -> list[str]:
@@ -60,32 +55,6 @@ def delete_keys_of_groups(store: TCPStore, earlier: Sequence[tuple[str, int]], k
         for key in store.list_keys():
             if key.startswith(beginnings):
                 store.delete_key(key)
-
-
-def connect_store(address: str, within_s: float) -> TCPStore:
-    """Connect to the store of a cell, which serves it since it started.
-
-    Where nothing listens any more, torch's client would try again until its whole time is over.
-
-    :param address: HOST:PORT.
-    :param within_s: Seconds until this gives up, and until the client gives up later.
-    :return: A client of the store.
-    :raises RuntimeError: if nothing listens there, or nobody answers in time.
-    """
-    host, _, port = address.rpartition(":")
-    deadline = time.monotonic() + within_s
-    while True:
-        if isinstance(knock(address), ConnectionRefusedError):
-            raise RuntimeError(f"the cell whose ranks others meet was lost: nothing listens at {address}")
-        try_s = timedelta(seconds=min(TRY_S, within_s))
-        try:
-            client = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=try_s)
-        except RuntimeError:
-            if time.monotonic() > deadline:
-                raise
-        else:
-            client.set_timeout(timedelta(seconds=within_s))
-            return client
 
 
 def await_ranks(store: Store, size: int, *, within_s: float, find_lost: Callable[[], str] | None = None) -> None:

@@ -33,10 +33,11 @@ from xffl.distributed.distributed_state import DistributedState
 from xffl.distributed.failures.faults import inject, is_planned
 from xffl.distributed.failures.faulty_group import FaultyGroup
 from xffl.distributed.several_worlds.cross_world import CrossWorldGroup
+from xffl.distributed.several_worlds.distant_store import StoreGone, connect_store
 from xffl.distributed.startup.stores import serve_store
 from xffl.elastic.answers import Answers, ask_store, knock
 from xffl.elastic.arrivals import Arrivals, may_still_come
-from xffl.elastic.epoch_store import await_ranks, connect_store, delete_keys_of_groups
+from xffl.elastic.epoch_store import await_ranks, delete_keys_of_groups
 from xffl.elastic.lighthouse_client import Lighthouse, Meeting
 from xffl.elastic.roster import (
     CellRecord,
@@ -649,7 +650,10 @@ class ElasticFederation:
     def _await_ranks(self, epoch: Epoch, address: str, size: int) -> None:
         """Wait at the store where an epoch's ranks connect until all are there; RuntimeError if a member is lost."""
         inject("enter")
-        store = PrefixStore(epoch.group, connect_store(address, CONNECT_S))
+        try:
+            store = PrefixStore(epoch.group, connect_store(address, CONNECT_S))
+        except StoreGone as gone:
+            raise RuntimeError(f"the cell whose ranks others meet was lost: {gone}") from gone
         find_lost = None if self._lighthouse is None else partial(self._lost_member, epoch)
         await_ranks(store, size, within_s=CONNECT_S, find_lost=find_lost)
 

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-
-import torch
 import torch.distributed as dist
 
 from xffl.compat.gloo_connections import is_lazy
+from xffl.compat.pytorch import close_gloo_connections
 from xffl.distributed.collectives import Group
 from xffl.distributed.several_worlds.cross_world import CrossWorldGroup
 
 __all__ = ["close_connections"]
-
-_TAG = 7_902
-"""Nobody sends with it."""
 
 
 def close_connections(group: Group) -> None:
@@ -30,8 +25,4 @@ def close_connections(group: Group) -> None:
         return
     if "cpu:gloo" not in dist.get_backend_config(group) or is_lazy(group.size(), world_size=dist.get_world_size()):
         return
-    for nobody in {*range(group.size())} - {group.rank()}:
-        try:  # a receive that runs out of time closes all connections of its group, see CrossWorldGroup.poison
-            group.recv([torch.zeros(1, dtype=torch.uint8)], nobody, _TAG).wait(timedelta(milliseconds=1))
-        except RuntimeError:
-            continue
+    close_gloo_connections(group, group.rank(), group.size())

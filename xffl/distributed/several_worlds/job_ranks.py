@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import time
-from datetime import timedelta
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from xffl.cluster.reaching import connection_error
 from xffl.distributed.several_worlds.cross_world import CrossWorldGroup
+from xffl.distributed.several_worlds.distant_store import StoreGone, connect_store
 from xffl.distributed.several_worlds.isolated_cell import IsolatedCell
 from xffl.errors import LaunchError
 
@@ -57,6 +54,8 @@ def join_job(isolated: IsolatedCell, name: str, timeout_s: float, *, first: int 
         )
     except LaunchError:
         raise
+    except StoreGone as gone:
+        raise _store_is_gone() from gone
     except RuntimeError as broken:
         raise LaunchError(
             f"rank {isolated.rank} could not join the ranks of all cells at {isolated.store}: {broken}; see the other "
@@ -72,14 +71,16 @@ def connect_job_store(isolated: IsolatedCell, timeout_s: float) -> TCPStore:
     :return: The store.
     :raises LaunchError: if nobody listens there any more: all ranks were there when their cells were isolated.
     """
-    host, _, port = isolated.store.rpartition(":")
-    # torch would try again until the time is over.
-    if connection_error(host, port, timeout_s) == os.strerror(errno.ECONNREFUSED):
-        raise LaunchError(
-            "another rank of the job has ended: rank 0, whose process held the store of the job; see its output"
-        )
-    timeout = timedelta(seconds=timeout_s)
-    return TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
+    try:
+        return connect_store(isolated.store, timeout_s)
+    except StoreGone as gone:
+        raise _store_is_gone() from gone
+
+
+def _store_is_gone() -> LaunchError:
+    return LaunchError(
+        "another rank of the job has ended: rank 0, whose process held the store of the job; see its output"
+    )
 
 
 def get_from_job(store: TCPStore, key: str, isolated: IsolatedCell, timeout_s: float) -> bytes:
